@@ -16,7 +16,7 @@ from opintercept._core.errors import OpInterceptWarning, caller_level
 from opintercept._engines import scope as _scope
 from opintercept._engines.base import Watcher
 from opintercept._engines.dynamo import keep_out
-from opintercept._engines.patches import Replaced, Replacements
+from opintercept._engines.patches import Replacements, Wrapped
 
 _MESSAGES = {
     "inductor::aoti_package": "an AOTInductor package ran in a block, and calls kernels without the dispatcher: none "
@@ -37,39 +37,24 @@ _ENTRIES = {
     "_aoti.unsafe_alloc_void_ptrs_from_tensors": "inductor::cpp_wrapper",
 }
 
-_patches: dict[tuple[Any, str], Replaced] = {}
 _warned: set[str] = set()
 
 
-def _find() -> list[Replaced]:
-    found = []
-    for owner, attribute, name in _owners():
-        now = owner.__dict__.get(attribute)
-        patch = _patches.get((owner, attribute))
-        if patch is None or (now is not patch.original and now is not patch.replacement):
-            if now is None:
-                continue
-            place = owner if isinstance(owner, type) else vars(owner)
-            patch = _patches[owner, attribute] = Replaced(name, place, attribute, now, _telling(now, name))
-        found.append(patch)
-    return found
-
-
 @functools.cache
-def _owners() -> list[tuple[Any, str, str]]:
-    """The entry points: the class or module, the attribute, and the name under which it is counted."""
-    found = []
+def _entries() -> list[tuple[str, Any, str, Callable[[Any], Any]]]:
+    """The entry points: the name under which each is counted, the class or module, the attribute, and a wrapper."""
+    found: list[tuple[str, Any, str, Callable[[Any], Any]]] = []
     for path, name in _ENTRIES.items():
         *owners, attribute = path.split(".")
         owner: Any = torch._C
         for part in owners:
             owner = getattr(owner, part, None)
         if hasattr(owner, "__dict__"):
-            found.append((owner, attribute, name))
+            found.append((name, owner, attribute, functools.partial(_telling, name)))
     return found
 
 
-def _telling(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _telling(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
         tell(name, _scope.current().active())
@@ -87,5 +72,5 @@ def tell(name: str, watchers: Iterable[Watcher]) -> None:
         warnings.warn(_MESSAGES[name], OpInterceptWarning, stacklevel=caller_level())
 
 
-PATCHES = Replacements(_find, fixed=True)
+PATCHES = Replacements(Wrapped(_entries), fixed=True)
 """The entry points, which are wrapped while a block is open."""

@@ -6,6 +6,7 @@ Invariant: nothing becomes part of a graph unless a block with `graphs=True` see
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +14,13 @@ from typing import Any
 import torch
 
 from opintercept._core.call import OpCall
+from opintercept._core.errors import OpInterceptWarning, caller_level
 from opintercept._core.hook import Handle
 from opintercept._core.pipeline import CapturedCall, Pipeline, kept_of
 from opintercept._engines import scope as _scope
 from opintercept._engines.blind_spots import tell
 from opintercept._engines.dynamo import keep_out
-from opintercept._engines.patches import Replaced, Replacements
+from opintercept._engines.patches import Replacements, Wrapped
 from opintercept._values.late import GraphResults, captures
 from opintercept._values.read import is_captured, without_graph
 from opintercept._values.sums import prepare
@@ -38,9 +40,14 @@ class _CapturedGraph:
         if not pipelines:
             return
         if any(pipeline.graphs for pipeline in pipelines):
-            with _scope.unwatched():
-                self.results = without_graph(GraphResults, torch.accelerator.current_accelerator())
-                without_graph(prepare, self.results.place)
+            try:
+                with _scope.unwatched():
+                    results = without_graph(GraphResults, torch.accelerator.current_accelerator())
+                    without_graph(prepare, results.place)
+                self.results = results
+            except torch.OutOfMemoryError:
+                text = "the device has no memory for what hooks read in a CUDA graph: its calls have no values"
+                warnings.warn(text, OpInterceptWarning, stacklevel=caller_level())
         captures.append(self.results)
         for pipeline in pipelines:
             calls = self.calls.setdefault(pipeline, [])
@@ -139,21 +146,12 @@ def _replay(original: Callable[..., Any]) -> Callable[..., Any]:
 _UNSEEN = _CapturedGraph()
 # torch.cuda.CUDAGraph calls these of its base. Private; a build for the CPU lacks them, and has no graphs.
 _WRAPPERS = {"capture_begin": _begin, "capture_end": _end, "replay": _replay}
-_patches: dict[tuple[Any, str], Replaced] = {}
 
 
-def _find() -> list[Replaced]:
+def _methods() -> list[tuple[str, Any, str, Callable[[Any], Any]]]:
     owner = getattr(torch._C, "_CUDAGraph", None)
-    found = []
-    for name, wrap in _WRAPPERS.items() if isinstance(owner, type) else ():
-        patch = _patches.get((owner, name))
-        if patch is None or not patch.is_known():
-            if (original := vars(owner).get(name)) is None:
-                continue
-            patch = _patches[owner, name] = Replaced(f"CUDAGraph.{name}", owner, name, original, wrap(original))
-        found.append(patch)
-    return found
+    return [(f"CUDAGraph.{name}", owner, name, wrap) for name, wrap in _WRAPPERS.items() if isinstance(owner, type)]
 
 
-PATCHES = Replacements(_find, fixed=True)
+PATCHES = Replacements(Wrapped(_methods), fixed=True)
 """The methods, which are wrapped while a block is open."""

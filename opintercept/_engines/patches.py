@@ -56,6 +56,30 @@ class Replaced:
         return partial(operator.setitem, self.owner, self.attribute, value)
 
 
+class Wrapped:
+    """Finds the functions to wrap: each once, as long as nobody else replaces it.
+
+    Args:
+        places: The name of each in messages, its class or module, its attribute, and what wraps it.
+    """
+
+    def __init__(self, places: Callable[[], Iterable[tuple[str, Any, str, Callable[[Any], Any]]]]) -> None:
+        self._places = places
+        self._known: dict[tuple[Any, str], Replaced] = {}
+
+    def __call__(self) -> list[Replaced]:
+        found = []
+        for name, owner, attribute, wrap in self._places():
+            patch = self._known.get((owner, attribute))
+            if patch is None or not patch.is_known():
+                if (original := vars(owner).get(attribute)) is None:
+                    continue
+                place = owner if isinstance(owner, type) else vars(owner)
+                patch = self._known[owner, attribute] = Replaced(name, place, attribute, original, wrap(original))
+            found.append(patch)
+        return found
+
+
 class Replacements:
     """Attributes that are replaced as long as they have users.
 

@@ -160,6 +160,7 @@ def _send(gathered: Sequence[Late], place: Place) -> None:
 
 ROOM = 1 << 17
 """How many numbers a graph may compute: those of some 10,000 tensors."""
+_SPARE = 1 << 10  # more than hooks take at once
 
 
 class GraphResults:
@@ -179,12 +180,14 @@ class GraphResults:
 
     def put(self, parts: Sequence[torch.Tensor]) -> Late:
         """Take tensors as `Lots.put` does. The numbers are those of no replay: see `Late.of`."""
-        size = self._size + sum(part.numel() for part in parts)
-        if size > ROOM:
-            raise RuntimeError(f"a CUDA graph has room for {ROOM} results")
-        late, self._size = Late(None, self.place, parts), size
-        self._lates.append(late)
+        self._size += sum(part.numel() for part in parts)
+        self._lates.append(late := Late(None, self.place, parts))
         return late
+
+    @property
+    def is_full(self) -> bool:
+        """Whether another tensor may have no room. Those of which hooks have begun to read parts still have."""
+        return self._size > ROOM - _SPARE
 
     def end(self) -> None:
         """Let the graph write its table, as the last of what it captures."""

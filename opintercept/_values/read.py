@@ -211,15 +211,22 @@ def leaves_out_captured(tensor: torch.Tensor, hook: object, joins: bool = False)
     Args:
         tensor: A tensor of the call.
         hook: The hook.
-        joins: Whether its readers can become part of the graph. They do if `late.graph_of` returns one.
+        joins: Whether its readers can become part of the graph. They do if `late.graph_of` returns one with room.
     """
-    if not in_graph_capture(tensor) or (joins and graph_of(tensor) is not None):
+    if not in_graph_capture(tensor):
+        return False
+    graph = graph_of(tensor) if joins else None
+    if graph is not None and not graph.is_full:
         return False
     if hook not in _warned:
         _warned.add(hook)
+        reason = (
+            "they have no values before the graph is replayed" if graph is None else "it has no room for more values"
+        )
+        remedy = "pass graphs=True to intercept, or " * (joins and graph is None)
         text = (
-            f"{type(hook).__name__} leaves out calls that a CUDA graph captures, since they have no values before the "
-            f"graph is replayed; {'pass graphs=True to intercept, or ' * joins}run them once without the graph"
+            f"{type(hook).__name__} leaves out calls that a CUDA graph captures, since {reason}; "
+            f"{remedy}run them once without the graph"
         )
         warnings.warn(text, OpInterceptWarning, stacklevel=2)
     return True

@@ -18,7 +18,7 @@ import toy_device
 from torch import Tensor, nn
 
 from opintercept import hooks, intercept, runs
-from opintercept._values.late import captures
+from opintercept._values import late
 
 Step = Callable[[], Tensor]
 
@@ -188,7 +188,21 @@ def edges() -> Any:
         unfinished = toy_device.Graph()
         unfinished.capture_begin()
     unfinished.capture_end()
-    found["left"] = hooked, len(watch.watcher.pipeline.hooks), len(captures)
+    found["no room"] = {}
+    whole = late.ROOM
+    for case, room, memory in (("memory", whole, whole), ("table", late._SPARE + 1, -1)):
+        late.ROOM = room
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            with intercept([stats := hooks.Stats(), recorder := hooks.Recorder()], graphs=True):
+                torch.ops.toy.limit(memory)  # in bytes; the table takes eight times as many
+                made, _ = graph()
+                torch.ops.toy.limit(-1)
+                made.replay()
+        late.ROOM = whole
+        texts = [str(each.message).partition(";")[0] for each in told]
+        found["no room"][case] = sum(row.calls for row in stats.rows()), len(recorder.records), texts
+    found["left"] = hooked, len(watch.watcher.pipeline.hooks), len(late.captures)
     return found
 
 
