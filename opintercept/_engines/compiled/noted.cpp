@@ -428,33 +428,30 @@ struct Call {
 
   // Whether an argument that the operator only reads lies in memory that it writes to.
   bool reads_written() const {
-    std::vector<const c10::StorageImpl*> memory;
-    for (size_t place : entry.written) {
-      add_storages(memory, values[place]);
-    }
     for (size_t i = 0; i < overload.count; i++) {
       if (std::find(entry.written.begin(), entry.written.end(), i) != entry.written.end()) {
         continue;
       }
       std::vector<const c10::StorageImpl*> own;
       add_storages(own, values[i]);
-      for (const auto* each : own) {
-        if (each != nullptr && std::find(memory.begin(), memory.end(), each) != memory.end()) {
-          return true;
-        }
+      if (std::any_of(own.begin(), own.end(), [&](const auto* each) { return writes_to(each); })) {
+        return true;
       }
     }
     return false;
   }
 
-  // Whether it writes to the memory of a tensor.
-  bool changes(const at::Tensor& tensor) const {
-    std::vector<const c10::StorageImpl*> memory;
+  // Whether it writes to this memory, or that of a tensor.
+  bool writes_to(const c10::StorageImpl* memory) const {
+    std::vector<const c10::StorageImpl*> found;
     for (size_t place : entry.written) {
-      add_storages(memory, values[place]);
+      add_storages(found, values[place]);
     }
-    const auto* own = storage_of(tensor);
-    return own != nullptr && std::find(memory.begin(), memory.end(), own) != memory.end();
+    return memory != nullptr && std::find(found.begin(), found.end(), memory) != found.end();
+  }
+
+  bool writes_to(const at::Tensor& tensor) const {
+    return writes_to(storage_of(tensor));
   }
 
   static void add_storages(std::vector<const c10::StorageImpl*>& found, const c10::IValue& value) {
@@ -727,7 +724,7 @@ bool opintercept::ran_noted(
       if (!part.plan().reads[role] || operands[role] == nullptr) {
         continue;
       }
-      if (finite && call.writes() && call.changes(*operands[role])) {
+      if (finite && call.writes() && call.writes_to(*operands[role])) {
         return false; // a call whose output is not finite is shown to hooks afterwards, too late to read this
       }
       if (!call.reads(part, role, *operands[role])) {
