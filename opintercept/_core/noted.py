@@ -42,10 +42,11 @@ class NotedCalls:
         ring: Where kernels put them.
     """
 
-    __slots__ = ("_failures", "_hooks", "_keeps", "_lock", "_notifier", "_writer", "ring")
+    __slots__ = ("_failures", "_hooks", "_keeps", "_lock", "_notifier", "_writer", "finite", "ring")
 
     def __init__(self, ring: Ring) -> None:
         self.ring = ring
+        self.finite: tuple[Handle, ...] = ()  # of hooks that look at calls in Python whose values are not finite
         # Weak, since rows keep what was learned for a handle, and the collector of garbage does not see the ring's.
         self._hooks: tuple[tuple[weakref.ref[Handle], InKernel], ...] = ()
         self._keeps = False  # whether all of these take their calls together
@@ -64,17 +65,16 @@ class NotedCalls:
         """
         self.ring.suspend()
         flush()
-        self._hooks, self._writer = (), None
+        self._hooks, self.finite, self._writer = (), (), None
         written: tuple[str, ...] = ()
         hooks: list[Any] = [handle.hook for handle in handles]
         works: list[Work | None] = [hook.work() if _is_in_kernel(hook) else None for hook in hooks]
         together = _together(works)
         if links is None or together is None:
             return False
-        every = zip(handles, hooks, works, strict=True)
-        self._hooks = tuple(
-            (weakref.ref(handle), hook) for handle, hook, work in every if work is not None and work.rows
-        )
+        every = [(handle, hook, work) for handle, hook, work in zip(handles, hooks, works, strict=True) if work]
+        self._hooks = tuple((weakref.ref(handle), hook) for handle, hook, work in every if work.rows)
+        self.finite = tuple(handle for handle, _, work in every if work.finite)
         self._keeps = together.rows and together.keeps
         sink = checker = None
         for hook, work in zip(hooks, works, strict=True):

@@ -323,8 +323,9 @@ class Pipeline:
         output: Any,
         exception: BaseException | None,
         elapsed: float,
+        noted: bool,
     ) -> OpCall | tuple[Any, ...] | None:
-        """Run the hooks of a call that runs in a kernel which could not note it.
+        """Run the hooks of a call that runs in a kernel which could not note it, or not all that they want to know.
 
         A call that writes to its arguments is shown before it runs and again afterwards, others once afterwards.
 
@@ -339,6 +340,7 @@ class Pipeline:
             output: What the operator returned.
             exception: What it raised instead, or None.
             elapsed: The operator's time.
+            noted: Whether it is noted, so that only hooks that look for what is not finite are told.
 
         Returns:
             The call if the operator has yet to run. Otherwise what holds for all calls that look like this one: their
@@ -354,8 +356,8 @@ class Pipeline:
                 call.call_site = place
                 if overwritten:
                     call.once(OVERWRITTEN, partial(_same, overwritten))
-                _before(self, call)
-                if spec.opaque:
+                _before(self, call, self._told(self.pre, noted))
+                if spec.opaque and not noted:
                     self.count_opaque(spec.name)
                 if not ran:
                     goes_on = True
@@ -367,14 +369,18 @@ class Pipeline:
             call.output, call.elapsed = output, elapsed
             if output is None:
                 call.output = spec.result(func, call.args, call.kwargs)
-            learned = None if self.queue is None else self.queue.learn(call)
+            learned = None if self.queue is None or noted else self.queue.learn(call)
             shared = None if learned is None else (call.summary, self.origin.autocast(call), *learned)
-            _after(self, call, spec, call.args, call.kwargs)
+            _after(self, call, spec, call.args, call.kwargs, self._told(self.post, noted))
             return shared
         finally:
             if call is not None and not goes_on:
                 call.owner = None
             del call, args, kwargs, output, exception, overwritten  # as in `run`
+
+    def _told(self, handles: tuple[Handle, ...], noted: bool) -> Iterable[Handle]:
+        """Which hooks see a call in Python."""
+        return [h for h in handles if h in self.queue.finite] if noted and self.queue is not None else handles
 
     def deliver(self, row: tuple[tuple[Any, ...], dict[str, Found], tuple[Any, ...]]) -> None:
         """Notify the hooks of a call for which the ring had no room."""
@@ -527,7 +533,7 @@ def run(
         if links is not None and links.wanted:
             links.note(call)
         if pipeline.pre:
-            args, kwargs = _before(pipeline, call)
+            args, kwargs = _before(pipeline, call, pipeline.pre)
         if spec.opaque:
             pipeline.count_opaque(spec.name)
         tap = pipeline.tap(call) if pipeline.backward else None
@@ -545,11 +551,11 @@ def run(
         if output is None:
             call.output = spec.result(func, given_args, given_kwargs)
             if pipeline.post:
-                _after(pipeline, call, spec, given_args, given_kwargs)
+                _after(pipeline, call, spec, given_args, given_kwargs, pipeline.post)
             return None
         call.output = output
         if pipeline.post:
-            output = _after(pipeline, call, spec, given_args, given_kwargs)
+            output = _after(pipeline, call, spec, given_args, given_kwargs, pipeline.post)
         return output if tap is None else tap.output(output)
     finally:
         call.owner = None
@@ -578,7 +584,7 @@ def _run_several(
             if pipeline.links is not None and pipeline.links.wanted:
                 pipeline.links.note(call)
             _hand_over(pipeline, call, args, kwargs)
-            args, kwargs = _before(pipeline, call)
+            args, kwargs = _before(pipeline, call, pipeline.pre)
             if spec.opaque:
                 pipeline.count_opaque(spec.name)
         for pipeline, call in zip(pipelines, calls, strict=True):
@@ -601,7 +607,7 @@ def _run_several(
         for pipeline, call in zip(pipelines, calls, strict=True):
             call.output = result
             call.elapsed = elapsed
-            result = _after(pipeline, call, spec, given_args, given_kwargs)
+            result = _after(pipeline, call, spec, given_args, given_kwargs, pipeline.post)
         if output is None:
             return None
         for tap in filter(None, reversed(taps)):
@@ -635,9 +641,9 @@ def _same(value: Overwritten, _: OpCall) -> Overwritten:
     return value
 
 
-def _before(pipeline: Pipeline, call: OpCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Run the pre hooks and return the inputs for the operator."""
-    for handle in pipeline.pre:
+def _before(pipeline: Pipeline, call: OpCall, handles: Iterable[Handle]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Run pre hooks and return the inputs for the operator."""
+    for handle in handles:
         if handle.removed:
             continue
         try:
@@ -663,10 +669,15 @@ def _hand_over(pipeline: Pipeline, call: OpCall, args: tuple[Any, ...], kwargs: 
 
 
 def _after(
-    pipeline: Pipeline, call: OpCall, spec: Spec, given_args: tuple[Any, ...], given_kwargs: dict[str, Any]
+    pipeline: Pipeline,
+    call: OpCall,
+    spec: Spec,
+    given_args: tuple[Any, ...],
+    given_kwargs: dict[str, Any],
+    handles: Iterable[Handle],
 ) -> Any:
-    """Run the post hooks and return the output for the program."""
-    for handle in pipeline.post:
+    """Run post hooks and return the output for the program."""
+    for handle in handles:
         if handle.removed:
             continue
         try:

@@ -367,8 +367,8 @@ struct Call {
   }
 
   // Shows the hooks a call in Python, before it runs, which returns the call, or once it has, which returns what they
-  // learn.
-  PyObject* show(Part& part, bool ran, PyObject* output, PyObject* exception) {
+  // learn. Of a call that has a row, only those that look whether values are finite.
+  PyObject* show(Part& part, bool ran, PyObject* output, PyObject* exception, bool has_row = false) {
     Hidden hooks(entry.hidden, entry.hidden_scope, scope);
     HandedOver checked(part.checked.get());
     bool again = part.begun != nullptr;
@@ -401,6 +401,7 @@ struct Call {
         output,
         exception,
         seconds.get(),
+        has_row ? Py_True : Py_False,
         nullptr));
   }
 
@@ -428,30 +429,23 @@ struct Call {
 
   // Whether an argument that the operator only reads lies in memory that it writes to.
   bool reads_written() const {
+    std::vector<const c10::StorageImpl*> memory;
+    for (size_t place : entry.written) {
+      add_storages(memory, values[place]);
+    }
     for (size_t i = 0; i < overload.count; i++) {
       if (std::find(entry.written.begin(), entry.written.end(), i) != entry.written.end()) {
         continue;
       }
       std::vector<const c10::StorageImpl*> own;
       add_storages(own, values[i]);
-      if (std::any_of(own.begin(), own.end(), [&](const auto* each) { return writes_to(each); })) {
-        return true;
+      for (const auto* each : own) {
+        if (each != nullptr && std::find(memory.begin(), memory.end(), each) != memory.end()) {
+          return true;
+        }
       }
     }
     return false;
-  }
-
-  // Whether it writes to this memory, or that of a tensor.
-  bool writes_to(const c10::StorageImpl* memory) const {
-    std::vector<const c10::StorageImpl*> found;
-    for (size_t place : entry.written) {
-      add_storages(found, values[place]);
-    }
-    return memory != nullptr && std::find(found.begin(), found.end(), memory) != found.end();
-  }
-
-  bool writes_to(const at::Tensor& tensor) const {
-    return writes_to(storage_of(tensor));
   }
 
   static void add_storages(std::vector<const c10::StorageImpl*>& found, const c10::IValue& value) {
@@ -569,9 +563,6 @@ bool look_at_outputs(
   if (part.checked != nullptr && part.checked->form->lhs >= 0 && !plan.checker->agrees(*part.checked, outputs[0])) {
     return true;
   }
-  if (plan.finite && !is_finite_after(call, outputs, count)) {
-    return true;
-  }
   if (call.reads_any()) {
     const bool strict = !part.records_alone(); // other hooks see what is not a tensor
     const std::vector<at::Tensor> results = strict ? std::vector<at::Tensor>() : call.results(outputs, count);
@@ -607,43 +598,47 @@ PyObject* settle(Call& call, Part& part, PyObject* only_if_free) {
   return check(PyObject_CallMethodObjArgs(rows_of(part.ring), settle_name, only_if_free, nullptr));
 }
 
+// Puts the row of a call that has run into the ring. Returns whether there is nothing left to note.
+bool put_row(Call& call, Part& part, std::string& key) {
+  if (!part.rows) {
+    call.count(part);
+    return true;
+  }
+  part.row.elapsed = call.elapsed;
+  bool half_full = false;
+  bool written = call.write(part, key);
+  if (written && (!part.noted || part.ring->put(part.known, key, part.row, part.values, half_full))) {
+    call.count(part);
+    if (half_full) {
+      Locked locked;
+      THPObjectPtr(settle(call, part, Py_True));
+    }
+    return true;
+  }
+  if (call.writes() && written) { // what it has overwritten is gone, and hooks cannot read it again
+    Locked locked;
+    if (PyObject* row = part.ring->as_python(part.known, key, part.row, part.values); row != nullptr) {
+      THPObjectPtr owned(row);
+      Hidden hooks(call.entry.hidden, call.entry.hidden_scope, call.scope);
+      THPObjectPtr(check(PyObject_CallMethodObjArgs(rows_of(part.ring), deliver_name, row, nullptr)));
+      return true;
+    }
+  }
+  return false;
+}
+
 // Puts the row of a call that has run into the ring, or shows the call to the hooks.
 void tell(Call& call, Part& part, std::string& key, size_t described, const Stack& stack, size_t count) {
   const c10::IValue* outputs = stack.data() + stack.size() - count;
-  bool shown = look_at_outputs(call, part, key, described, outputs, count);
-  if (!shown && part.begun == nullptr) {
-    if (!part.rows) {
-      call.count(part);
-      return;
-    }
-    part.row.elapsed = call.elapsed;
-    bool half_full = false;
-    bool written = call.write(part, key);
-    if (written && !part.noted) {
-      call.count(part);
-      return;
-    }
-    if (written && part.ring->put(part.known, key, part.row, part.values, half_full)) {
-      call.count(part);
-      if (half_full) {
-        Locked locked;
-        THPObjectPtr(settle(call, part, Py_True));
-      }
-      return;
-    }
-    if (call.writes() && written) { // what it has overwritten is gone, and hooks cannot read it again
-      Locked locked;
-      if (PyObject* row = part.ring->as_python(part.known, key, part.row, part.values); row != nullptr) {
-        THPObjectPtr owned(row);
-        Hidden hooks(call.entry.hidden, call.entry.hidden_scope, call.scope);
-        THPObjectPtr(check(PyObject_CallMethodObjArgs(rows_of(part.ring), deliver_name, row, nullptr)));
-        return;
-      }
-    }
+  bool finite = !part.plan().finite || is_finite_after(call, outputs, count);
+  bool noted = (finite || call.writes()) && !look_at_outputs(call, part, key, described, outputs, count) &&
+      part.begun == nullptr && put_row(call, part, key);
+  if (noted && finite) {
+    return;
   }
   Locked locked;
   THPObjectPtr output(outputs_to_python(call.overload, stack, count));
-  THPObjectPtr look(call.show(part, true, output.get(), Py_None));
+  THPObjectPtr look(call.show(part, true, output.get(), Py_None, noted));
   part.begun.reset();
   if (look.get() != Py_None && part.described) {
     part.ring->remember_look(part.known, key, look.get(), number_in(PyTuple_GET_ITEM(look.get(), 3)));
@@ -721,13 +716,7 @@ bool opintercept::ran_noted(
     }
     const Call::Operands operands = call.operands(part);
     for (size_t role = 0; role < ROLES; role++) {
-      if (!part.plan().reads[role] || operands[role] == nullptr) {
-        continue;
-      }
-      if (finite && call.writes() && call.writes_to(*operands[role])) {
-        return false; // a call whose output is not finite is shown to hooks afterwards, too late to read this
-      }
-      if (!call.reads(part, role, *operands[role])) {
+      if (part.plan().reads[role] && operands[role] != nullptr && !call.reads(part, role, *operands[role])) {
         return false;
       }
     }

@@ -67,14 +67,37 @@ def test_both_kinds_of_kernels_write_the_same_run_of_all_operators(tmp_path: Pat
     assert len(one) > 100
 
 
-@pytest.mark.parametrize("engine", ["kernel", "compiled"])
-def test_what_an_operator_overwrites_with_a_nan_is_read_before(tmp_path: Path, engine: Any) -> None:
-    with intercept([hooks.NonFinite(action="record"), runs.RunRecorder(tmp_path / "run")], ops="all", engine=engine):
-        for change in (1.0, 1.0, math.nan):
+def overwrite(path: Path, engine: Any, first: float) -> list[Any]:
+    """What hooks find of operators that overwrite values, some of them with NaN."""
+    recorder, stats, nonfinite = (
+        hooks.Recorder(),
+        hooks.Stats(("lhs", "rhs", "output")),
+        hooks.NonFinite(action="record"),
+    )
+    with intercept([recorder, stats, nonfinite, runs.RunRecorder(path)], ops="all", engine=engine):
+        for change in (first, 1.0, 1.0, math.nan, 1.0, math.nan):
             torch.ones(8).sub_(torch.full((8,), change))
-    calls = [call.values for call in runs.open_run(tmp_path / "run").calls() if call.record.op == "aten::sub_"]
-    assert [values["self"].mean for values in calls] == [1, 1, 1]
-    assert [values["output"].nan for values in calls] == [0, 0, 8]
+            torch.addmm(torch.ones(2), torch.ones(2, 2), torch.full((2, 2), change), out=torch.empty(2, 2))
+            torch.zeros(2, 2).addmm_(torch.ones(2, 2), torch.full((2, 2), change))
+    calls = list(runs.open_run(path).calls())
+    assert [call.values["self"].mean for call in calls if call.record.op == "aten::sub_"] == [1] * 6
+    return [
+        [(record.index, record.op) for record in recorder.records],
+        [(row.op, row.operand, row.calls, row.nan, row.mean) for row in stats.rows()],
+        [(finding.record.index, finding.record.op, finding.kind) for finding in nonfinite.findings],
+        [(call.record.index, call.record.op, values_of(call)) for call in calls],
+    ]
+
+
+def values_of(call: Any) -> dict[str, Any]:
+    return {role: (values.nan, str(values.mean), values.hash) for role, values in call.values.items()}
+
+
+@pytest.mark.parametrize("first", [1.0, math.nan])
+def test_what_an_operator_overwrites_with_a_nan_is_read_before(tmp_path: Path, first: float) -> None:
+    one, other = (overwrite(tmp_path / engine, engine, first) for engine in ("kernel", "compiled"))
+    assert str(one) == str(other)
+    assert all(one)
 
 
 @pytest.mark.parametrize("engine", ["kernel", "compiled"])
