@@ -62,11 +62,12 @@ class Form:
     moved: bool = False  # the heads have another order, and so have the columns of the product after them
     grouped: bool = False  # torch's function repeats key heads
     int8: bool = False
+    whole: bool = False  # weights are whole numbers in floating point, which are scaled after the product
     dtype: torch.dtype = torch.float32
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> nn.Module:
-        if self.int8:
-            return Int8(weight, bias)
+        if self.int8 or self.whole:
+            return Int8(weight, bias, self.whole)
         return Linear(weight.to(self.dtype), None if bias is None else bias.to(self.dtype), 2 if self.split else 1)
 
     def several(self, weights: Weights, *names: str) -> nn.Module:
@@ -282,14 +283,17 @@ class Linear(nn.Module):
 
 
 class Int8(nn.Module):
-    """Whole numbers with a scale for each token and each row, multiplied as whole numbers."""
+    """Whole numbers with a scale for each row, and for each token unless the input is `floating`."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, floating: bool) -> None:
         super().__init__()
+        self.floating = floating
         self.scale = weight.abs().amax(1) / 127
         self.weight, self.bias = (weight / self.scale[:, None]).round().to(torch.int8), bias
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.floating:
+            return F.linear(x, self.weight.to(x.dtype)) * self.scale + (0 if self.bias is None else self.bias)
         scale = x.abs().amax(-1, keepdim=True) / 127
         whole = torch._int_mm((x / scale).round().to(torch.int8).flatten(0, -2), self.weight.t())
         out: Tensor = (whole.float() * self.scale).unflatten(0, x.shape[:-1]) * scale

@@ -84,6 +84,10 @@ def against(
     return programs
 
 
+def swapped(programs: Callable[[], tuple[Program, Program]]) -> Callable[[], tuple[Program, Program]]:
+    return lambda: programs()[::-1]
+
+
 def times(factor: float) -> Edit:
     return lambda w: w * factor
 
@@ -155,11 +159,11 @@ def loaded(model: nn.Module, weights: Weights) -> nn.Module:
     return model
 
 
-def dynamic_int8(weights: Weights) -> nn.Module:
+def dynamic_int8(weights: Weights, plant: Plant = m.NOTHING) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch wants programs to move to torchao
         warnings.simplefilter("ignore", UserWarning)
-        found: nn.Module = torch.ao.quantization.quantize_dynamic(loaded(m.Llama(), weights), {nn.Linear})
+        found: nn.Module = torch.ao.quantization.quantize_dynamic(loaded(m.Llama(plant), weights), {nn.Linear})
     return found
 
 
@@ -203,10 +207,23 @@ add(
     llama(edits=WIDENED | {"1.mlp.up.weight": lambda w: (w * 1.01).bfloat16().float()}),
     "1.mlp.up: weight",
 )
+ROUNDED: dict[str, Edit] = dict.fromkeys(m.Llama().state_dict(), lambda w: w.bfloat16().float())
+add("llama: all weights of bfloat16 widened again", llama(edits=ROUNDED))
 add("llama: cached decode", llama(run=decoded))
 add("llama: a batch in two calls", llama(run=one_by_one))
 add("llama: packed sequences", llama(run=packed))
 add("llama: torch's dynamic int8", against(m.Llama, dynamic_int8, TOKENS))
+
+
+def sharp() -> nn.Module:
+    """A Llama whose attentions enlarge what is rounded."""
+    model = m.Llama()
+    return loaded(model, {name: w * w.dim() for name, w in model.state_dict().items()})
+
+
+add("llama: sharp attentions in torch's dynamic int8", against(sharp, dynamic_int8, TOKENS))
+relu = partial(dynamic_int8, plant=Plant(1, activation=F.relu))
+add("llama: ReLU in torch's dynamic int8", against(m.Llama, relu, TOKENS), "1.mlp.down: input")
 for factor in (1.001, 1.5):
     edits = {"1.mlp.up.weight": row(times(factor))}
     add(f"llama: a row of up times {factor}", llama(PERMUTED, edits=edits), "1.mlp.up: weight")
@@ -495,6 +512,8 @@ for name, programs in {
     "llama, both eager, bfloat16": llama(Form(eager=True, dtype=torch.bfloat16), eager=True),
     "llama, bfloat16": llama(BFLOAT16),
     "llama, int8": llama(INT8),
+    "llama, int8 in the first program": swapped(llama(INT8)),
+    "llama, whole numbers in floating point": llama(Form(whole=True)),
     "llama, cached decode": llama(run=decoded),
     "llama, cached decode in bfloat16": llama(BFLOAT16, run=decoded),
     "llama, packed": llama(run=packed),
@@ -519,6 +538,8 @@ replayed("epsilon", llama(PERMUTED, Plant(1, eps=1e-3)), "1.attn.q: input", edit
 replayed("GELU for SiLU", llama(PERMUTED, GELU), DOWN, edit="gelu takes the place of silu")
 replayed("GELU for SiLU in bfloat16", llama(BFLOAT16, GELU), DOWN, edit="gelu takes the place of silu")
 replayed("GELU for SiLU in int8", llama(INT8, GELU), DOWN, edit="gelu takes the place of silu")
+replayed("all weights widened", llama(edits=ROUNDED))
+replayed("all weights widened, GELU", llama(plant=GELU, edits=ROUNDED), DOWN, edit="gelu takes the place of silu")
 replayed("GELU for SiLU, decoded", llama(plant=GELU, run=decoded), DOWN, edit="gelu takes the place of silu")
 replayed("ReLU for SiLU", llama(plant=Plant(1, activation=F.relu)), DOWN, edit="relu takes the place of silu")
 replayed("residual", llama(plant=Plant(0, residual=1.01)), "1.attn.q: input", edit="0.mlp.down is multiplied by 1.01")

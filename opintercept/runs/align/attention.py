@@ -15,7 +15,7 @@ from opintercept._core.errors import OpInterceptError
 from opintercept._core.text import short_name
 from opintercept._values import rounding
 from opintercept._values.attention import attention_from
-from opintercept.runs.align.tokens import distances, row_error, same_tokens
+from opintercept.runs.align.tokens import distances, row_error, row_errors, same_tokens, usual_error
 from opintercept.runs.align.weights import factors_of, shape_of, tensor_of, weight_of
 from opintercept.runs.store.codec import StoredCall, is_output
 from opintercept.runs.store.run import Run
@@ -67,6 +67,7 @@ class AttentionErrors:
     """How two attentions differ."""
 
     error: float  # the largest relative error of a row of the outputs
+    usual: float  # their root mean square
     largest: float  # the largest modulus of a difference
     changed: tuple[str, ...] = ()
     arguments: tuple[tuple[str, Any, Any], ...] = ()
@@ -151,8 +152,8 @@ def differing(one: Heads, other: Heads, rows: Rows | None, limit: float, eps: fl
     if every_key:
         turns += [_permutation(one.v, other.v, limit), _permutation(one.k, other.k, limit, scaled=True)]
     other = other.only(heads=next((each for each in turns if each is not None), _ALL))
-    error = row_error(one.out, other.out)
-    found = AttentionErrors(error, float((other.out - one.out).abs().max()) if one.out.numel() else 0.0)
+    error, largest = row_error(one.out, other.out), float((other.out - one.out).abs().max()) if one.out.numel() else 0.0
+    found = AttentionErrors(error, usual_error(row_errors(one.out, other.out)), largest)
     if error <= limit:
         return found
     keys = torch.arange(one.k.size(1)), torch.arange(other.k.size(1))

@@ -26,7 +26,7 @@ from opintercept.runs.align.causes import causes
 from opintercept.runs.align.common_calls import JoinedCalls, shared_dim
 from opintercept.runs.align.common_weights import Joining, Side, SideName
 from opintercept.runs.align.replay import LIMIT, ProgramReplay, Target, region_of
-from opintercept.runs.align.tokens import row_error, row_errors
+from opintercept.runs.align.tokens import MANY, row_error, row_errors, usual_error
 from opintercept.runs.align.weights import Factors, gaps_of, grid_of, tensor_of
 from opintercept.runs.compare.pairing import operator_name
 from opintercept.runs.explain.budget import Spill
@@ -35,12 +35,12 @@ from opintercept.runs.store.codec import StoredCall
 from opintercept.runs.store.columns import Array
 
 _KEPT = 4  # calls whose tensors stay in memory, since several calls of the other run may belong to one
-_MANY = 8  # rows whose roundings cancel in a column
 _SCALE = 0.01  # the error of the scale of a block, which may be quantised itself
 _UNLIKE = 0.5  # the error of rows of which nobody knows which of the other run they are
 _NAMED = 16  # changed rows that are named
 _ROUNDINGS = 10.0  # how many roundings of their dtype the operators between two products may take
-_GROWTH = 2.0  # and how many times they may enlarge the error before them
+_GROWTH = 2.0  # and how many times they may enlarge the usual error: by 1.5 in most clean pairs
+_WORST_GROWTH = 3.0  # and that of the worst row: by 2.7 there
 _PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "_int_mm", "linear_dynamic"))
 _FROM_BEFORE = ("lhs", "q", "k", "v")  # what a pair before may explain
 _NEAR = 16  # calls between an attention and products of the same tokens
@@ -61,6 +61,7 @@ def compared(joining: Joining, links: JoinedCalls) -> list[Aligned]:
 class _RowErrors:
     """How the rows of a match differ."""
 
+    dtype: torch.dtype  # the coarser one that has all values
     scale: torch.Tensor | None  # of each row of B, where one run's weight is whole numbers, scaled afterwards
     error: torch.Tensor  # of each row, relative to A's
     changed: torch.Tensor  # whether it is more than rounding
@@ -101,7 +102,7 @@ class _RowErrors:
         together = (difference * a).sum(1).abs()
         drawn = rounding.SIGMA / math.sqrt(3) * (allowed * a).square().sum(1).sqrt()
         changed = (difference.abs() > allowed).any(1) | ((together > drawn) & (step == 0))
-        return cls(scale, difference.norm(dim=1) / square.sqrt(), changed, step)
+        return cls(max(dtypes, key=_eps), scale, difference.norm(dim=1) / square.sqrt(), changed, step)
 
 
 def _held_in(rows: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
@@ -128,6 +129,7 @@ class _Comparing:
         self._sums: dict[int, _OutputSum] = {}
         self._roundings: dict[tuple[SideName, int], float | None] = {}  # of calls that several pairs may share
         self._known: dict[int, Aligned] = {}  # pairs of products that the replay has compared
+        self._means: dict[int, tuple[float, float]] = {}  # the usual errors of a product's input and output
         self._replay: ProgramReplay | None = None
 
         @lru_cache(_KEPT)
@@ -164,15 +166,17 @@ class _Comparing:
 
     def pairs(self) -> Iterable[Aligned]:
         """Compare what is joined, in the order of A."""
-        noise, coarse, caused, blamed = 0.0, 0.0, False, set[int]()
+        noise, mean, coarse, caused, blamed = 0.0, 0.0, 0.0, False, set[int]()
         scores = {*self._a.attentions.values()}
         dtypes = {number: self._dtypes(number, "lhs") for number in self._links.of_a}
         usual = max(map(_eps, Counter(dtypes.values()).most_common(1)[0][0])) if dtypes else 0.0
         for number in sorted(self._links.of_a):
             eps = max(map(_eps, dtypes[number]))
-            limit = _GROWTH * noise + coarse + _ROUNDINGS / 2 * max(eps, usual)  # others may have rounded its operands
-            pair = self._known.get(number) or self._pair(number, limit)
-            least = _GROWTH * noise + _ROUNDINGS / 2 * usual
+            allowed = coarse + _ROUNDINGS / 2 * max(eps, usual)  # others may have rounded its operands
+            pair = self._known.get(number) or self._pair(number, _WORST_GROWTH * noise + allowed)
+            own_error = 0.0 if pair.changed else pair.weight or 0.0  # what its input comes from may be rounded so, too
+            limit = _WORST_GROWTH * max(noise, own_error) + allowed
+            least = _WORST_GROWTH * noise + _ROUNDINGS / 2 * usual
             if len({*dtypes[number]}) == 2 and eps > usual and (pair.output or 0.0) > least:
                 one, other = (str(dtype).removeprefix("torch.") for dtype in dtypes[number])
                 pair = replace(pair, changed=("dtype",), arguments=(("dtype", one, other),))
@@ -182,7 +186,9 @@ class _Comparing:
             if not self._is_weight(number) and (caused or own is False or error <= limit):
                 kept = tuple(name for name in pair.changed if name != "rhs")
                 pair = replace(pair, changed=kept, changed_rows=(), nearest=())
-            pair = _judged(pair, limit, caused, own, product=self._target(number) is not None)
+            means = self._means.get(number, (0.0, 0.0))
+            far = means[0] > math.hypot(_GROWTH * max(mean, own_error), allowed)  # independent errors add up so
+            pair = _judged(pair, limit, caused, own, far=far, product=self._target(number) is not None)
             if pair.kind in CAUSES and target is not None:
                 blamed.add(id(target))
             if pair.kind in CAUSES and target is not None and not {"rhs", "bias", "dtype"} & {*pair.changed}:
@@ -192,6 +198,7 @@ class _Comparing:
             known = number not in scores and (pair.by != "neighbours" or pair.rounding_a is not None)
             if known and not caused and pair.kind not in CAUSES:
                 noise, coarse = max(noise, pair.output or 0.0, pair.lhs or 0.0), max(coarse, pair.weight or 0.0)
+                mean = max(mean, *means)
             caused = caused or pair.kind in CAUSES
             yield pair
 
@@ -318,6 +325,7 @@ class _Comparing:
         if turn:
             names = tuple(name for name in changed if name in ("q", "k", "heads"))
             return replace(self._neighbours(pair, self._links.of_a[number - 1][0][0]), changed=names)
+        self._means[number] = 0.0, max(each.usual for each in found)
         return replace(
             pair,
             changed=tuple(changed),
@@ -431,13 +439,14 @@ class _Comparing:
         expected = torch.zeros_like(mine)
         filled = torch.zeros(mine.shape, dtype=torch.int64)
         low = torch.zeros_like(mine)  # of `expected`, what A computes in other products
+        scales = torch.zeros_like(mine[:, :1]), torch.zeros_like(mine[:1])  # how far those that are estimated are off
         step = self._step(number)
         copies = None if self._replay is None or step is None else self._replay.operand(step)
         errors: list[float] = []
-        lhs = 0.0
+        lhs, inputs = 0.0, list[torch.Tensor]()
         for match_number, b, factors in found:
             match = self._joining.matches[match_number]
-            scale = self._row_errors(match_number, number, b).scale
+            weight = self._row_errors(match_number, number, b)
             group_a, group_b = self._joining.group("a", match), self._joining.group("b", match)
             factors, rows_b = factors.only(group_b), match.rows_b - (group_b or 0) * factors.w.size(1)
             theirs = factors.columns(biased) + self._terms("b", b, match_number)
@@ -451,20 +460,25 @@ class _Comparing:
             if match.part_b != (0, factors.w.size(2)):
                 return self._add_part(replace(pair, lhs=row_error(x, y)), b, match_number, mine, theirs)
             theirs = theirs[rb][:, rows_b]
-            if scale is not None:
-                theirs = theirs / scale
+            if weight.scale is not None:
+                theirs = theirs / weight.scale
+                scales[1][0, match.rows_a] = weight.error / math.sqrt(a.w.size(2))
             take = partial(_taken, rows=ra + (group_a or 0) * len(mine), k=a.w.size(2), part=slice(*match.part_a))
             if not by_row:
                 copies = None  # the match is about several groups, which have rows of their own
             factor = None
             if a.x.is_floating_point() != factors.x.is_floating_point():  # the program scales whole numbers afterwards
-                like = x if copies is None or a.x.dtype == torch.int8 else take(copies[0])
+                like = x if copies is None else take(copies[0])
                 factor = (like * y).sum(1, keepdim=True) / (like * like).sum(1, keepdim=True).clamp_min(_TINY)
                 factor = factor.where(factor != 0, 1)
                 y, theirs = y / factor, theirs / factor
+                scales[0][ra, 0] = row_errors(like, y) / math.sqrt(a.w.size(2))
             if self._replay is not None and step is not None and copies is not None:
-                self._replay.compare(step, copies, take, y, factors.x.dtype, factor)
+                rounded = bool(weight.error.any()) and weight.dtype.is_floating_point
+                dtype = max(factors.x.dtype, weight.dtype, key=_eps) if rounded else factors.x.dtype
+                self._replay.compare(step, copies, take, y, dtype, factor)
             lhs = max(lhs, _input_error(x, y))
+            inputs.append(row_errors(x, y))
             places = ra[:, None], torch.from_numpy(match.rows_a)
             if bool((filled[places] == a.w.size(2)).all()):  # another process has computed the same
                 errors.append(row_error(mine[places], theirs))
@@ -475,14 +489,18 @@ class _Comparing:
             if term is not None and term.side == "a":
                 first, second = (self._a.rows(each).double() for each in (term.first, term.second))
                 low[places] += term.factor * (y @ first.mT @ second.mT)[:, match.rows_a]
+        whole = filled == a.w.size(2)
         target = self._target(number)
         unsure = sum(far > _UNLIKE for _, far in pair.nearest) > 1 or (target and target.coded and target.ratio > LIMIT)
         if self._replay is not None and step is not None and unsure:
             self._replay.distrust(step)
         elif self._replay is not None and step is not None and self._is_weight(number):
             bias = a.biases() if a.bias is not None and not biased else 0.0
-            self._replay.put(step, *(_as_output(each, a) for each in (expected - low + bias, filled == a.w.size(2))))
-        pair = _with_output(replace(pair, lhs=lhs), mine, expected, filled == a.w.size(2))
+            output, known, columns = (_as_output(each, a) for each in (expected - low + bias, whole, scales[1]))
+            self._replay.put(step, output, known, (scales[0], columns))
+        pair = _with_output(replace(pair, lhs=lhs), mine, expected, whole)
+        outputs = row_errors(mine.where(whole, 0), expected.where(whole, 0))
+        self._means[number] = usual_error(torch.cat(inputs)), usual_error(outputs)
         return replace(pair, output=max(pair.output, *errors)) if errors and pair.output is not None else pair
 
     def _tokens(self, a: int, b: int, rows_a: int, rows_b: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -578,11 +596,15 @@ def _with_output(pair: Aligned, mine: torch.Tensor, expected: torch.Tensor, whol
     return replace(pair, output=row_error(x, y), max_absolute=_largest(y - x))
 
 
-def _judged(pair: Aligned, limit: float, caused: bool, own: bool | None, product: bool) -> Aligned:
-    """The pair with its kind; `own` is whether the replay says that it is a cause, None if there is none."""
+def _judged(pair: Aligned, limit: float, caused: bool, own: bool | None, *, far: bool, product: bool) -> Aligned:
+    """The pair with its kind; `own` is whether the replay says that it is a cause, None if there is none.
+
+    Without a replay, it is one if the worst row of its input is beyond the limit, or if the usual row is `far` off.
+    """
     if own is not True and own is not None and not product:
         pair = replace(pair, changed=(), arguments=())
-    differs = pair.lhs is not None and not pair.lhs <= limit and not {"q", "k", "v", "heads"} & {*pair.changed}
+    off = far or (pair.lhs is not None and not pair.lhs <= limit)
+    differs = off and not {"q", "k", "v", "heads"} & {*pair.changed}
     if own if own is not None and product else differs and own is not False:
         pair = replace(pair, changed=("lhs", *pair.changed))
     if {"lhs", "rhs"} <= {*pair.changed} and pair.output is not None and pair.output <= limit:
@@ -663,7 +685,7 @@ def _smallest(dtypes: Dtypes) -> float:
 
 def _input_error(x: torch.Tensor, y: torch.Tensor) -> float:
     """The largest relative error of a row, or of a column of many rows: that of one neuron is small in a row."""
-    return max(row_error(x, y), row_error(x.mT, y.mT) if len(x) >= _MANY else 0.0)
+    return max(row_error(x, y), row_error(x.mT, y.mT) if len(x) >= MANY else 0.0)
 
 
 def _error(x: torch.Tensor, y: torch.Tensor) -> float:

@@ -78,11 +78,16 @@ class Target:
         return x, y * (x * y).sum(1, keepdim=True) / square if self.coded else y
 
 
+Scales = tuple[torch.Tensor, torch.Tensor]
+"""Relative standard deviations of a scale for each row and for each column, `float64[m, 1]` and `float64[g, 1, n]`."""
+
+
 class _Injected(NamedTuple):
     """B's output of a product of A."""
 
     output: int  # where it is kept
     known: torch.Tensor | None  # the elements that B has, if not all
+    unsure: Scales  # how far the scales are off with which they were made A's
 
 
 class ProgramReplay:
@@ -128,7 +133,8 @@ class ProgramReplay:
             for each in self.program.steps[self._next : step.number]:
                 self._run(each)
             self._next = step.number
-            return None if region.memory in self._stale else self.read(region, self._memories)
+            found = self.read(region, self._memories)
+            return found if region.memory not in self._stale and found[0].is_floating_point() else None
         except OpInterceptError:  # the run lacks values
             self._next = len(self.program.steps)
             return None
@@ -160,13 +166,13 @@ class ProgramReplay:
         if step.number not in self.targets or self.targets[step.number].ratio < target.ratio:
             self.targets[step.number] = target
 
-    def put(self, step: Step, output: torch.Tensor, known: torch.Tensor) -> None:
+    def put(self, step: Step, output: torch.Tensor, known: torch.Tensor, unsure: Scales) -> None:
         """Set the output of the product that is next, where B's is known; all replays go on with it."""
         region = step.outputs[0]
         if region is None or step.number != self._next:
             return
         output, known = output.reshape(region.shape), known.reshape(region.shape)
-        self._injected[step.number] = _Injected(self._spill.put(output), None if bool(known.all()) else known)
+        self._injected[step.number] = _Injected(self._spill.put(output), None if bool(known.all()) else known, unsure)
         self._run(step)
         self._next += 1
 
@@ -202,7 +208,9 @@ class ProgramReplay:
                 if region is not None and value is not None and value.is_floating_point():
                     noisy = turn and own is None and not moves(step)
                     value = self._output_off(step, given, value, self._unit_of(step, active)) if noisy else value
-                    memory.write(region, value.reshape(region.shape))
+                    memory.write(
+                        region, self._rescaled(value, own) if turn and own is not None else value.reshape(region.shape)
+                    )
         stale = stale or (active and own is None and self._differs(step, exact))
         for region in filter(None, step.outputs):
             keep, drop = (self._stale, self._active) if stale else (self._active, self._stale)
@@ -211,6 +219,11 @@ class ProgramReplay:
             drop.discard(region.memory)
         for memory in self._memories:
             memory.forget(self._last.get(step.number, []))
+
+    def _rescaled(self, value: torch.Tensor, own: _Injected) -> torch.Tensor:
+        """B's output of a product whose scales are off as they may be."""
+        rows, columns = (each * torch.randn(each.shape, generator=self._random) for each in own.unsure)
+        return (value.reshape(len(columns), len(rows), -1) * (1 + rows + columns)).reshape(value.shape)
 
     def computed(
         self, step: Step, inputs: Sequence[torch.Tensor], edit: Edit | None = None

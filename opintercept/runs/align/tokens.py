@@ -13,6 +13,7 @@ import torch
 from opintercept.runs.store.columns import Array
 
 MOST = 1 << 22  # pairs of rows that are compared
+MANY = 8  # rows whose roundings cancel in a column, and whose usual error says more than that of the worst
 _UNLIKE = 0.5  # the least distance of rows that are not of the same token; unrelated rows have about 1
 
 
@@ -28,6 +29,11 @@ def row_errors(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def row_error(x: torch.Tensor, y: torch.Tensor) -> float:
     """The largest of `row_errors`; 0 if there is no row."""
     return float(row_errors(x, y).max()) if x.numel() else 0.0
+
+
+def usual_error(errors: torch.Tensor) -> float:
+    """The root mean square of the errors of many rows; 0 of few, which say no more than the worst one."""
+    return float(errors.square().mean().sqrt()) if errors.numel() >= MANY else 0.0
 
 
 def distances(x: torch.Tensor, y: torch.Tensor) -> Array:
