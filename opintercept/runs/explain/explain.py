@@ -6,7 +6,7 @@ Imports torch only when it is called.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from opintercept._core.checks import check_choice
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from opintercept.runs.explain.budget import Added, Budget, Measure
     from opintercept.runs.explain.program import Program, Step
 
+_MASK = ["abs", "bitwise_and", "eq", "mul", "ne", "ne"]  # isfinite(x) & x.ne(0), by which torch selects for printing
+_FORMAT = frozenset(("abs", "copy", "to_copy", "_to_copy", "min", "max", "ceil", "ne", "div", "gt", "lt"))
 _LIKE = "record both with `opintercept run --explain`"
 
 
@@ -107,10 +109,11 @@ def _end(program: Program, other: Program, pairs: dict[int, int], loss: int | No
     elif program.root is not None:
         found = program.root
     else:
-        made = [step.number for step in program.steps if step.number in pairs and _numbers(step)]
+        printing = _printing(program)
+        made = [n for n in sorted(pairs.keys() - printing) if _numbers(program.steps[n])]
         if not made:
             raise OpInterceptError(f"no output of A has a counterpart in B; {_LIKE}")
-        single = list(_scalars(program, made))
+        single = [place for place in made if _numbers(program.steps[place]) == 1]
         numbers = {place: (_size(program.steps[place]), _size(other.steps[pairs[place]])) for place in single}
         last = next((both for both in reversed(numbers.values()) if both[0] != both[1]), None)
         found = next((place for place, both in numbers.items() if both == last), made[-1])
@@ -130,20 +133,44 @@ def _numbers(step: Step) -> int:
     return math.prod(meta.shape) if meta is not None and "float" in meta.dtype else 0
 
 
-def _scalars(program: Program, places: Sequence[int]) -> Iterator[int]:
-    """The calls that make one number, except for those by which torch finds how to print one."""
-    printing: set[str | None] = set()
-    for step in (program.steps[place] for place in places):
-        record = step.stored.record
-        if record.op == "aten::masked_select":
-            printing.add(record.source)
-        finds_format = record.op == "aten::ceil" or getattr(record.outputs[0], "dtype", "") == "float64"
-        if _numbers(step) == 1 and not (record.source in printing and finds_format):
-            yield step.number
+def _printing(program: Program) -> set[int]:
+    """The calls by which torch finds how to print a tensor: what comes from its finite numbers that are not 0."""
+    found: set[int] = set()
+    makers: dict[int, Step] = {}  # the last call that wrote to a memory
+    for step in program.steps:
+        memory = {name: region.memory for name, region in step.inputs}
+        op = _operator(step)
+        if op == "masked_select" and {"self", "mask"} <= memory.keys():
+            mask = _makers(makers, memory["mask"], {*_MASK}, memory["self"])
+            if sorted(map(_operator, mask)) == _MASK:
+                cut = _makers(makers, memory["self"], {"cat", "stack"})  # a large tensor without its middle
+                source = step.stored.record.source
+                cut = [each for each in cut if each.stored.record.source == source]
+                found |= {each.number for each in (step, *mask, *cut)}
+        elif op in _FORMAT and any(each in makers and makers[each].number in found for each in memory.values()):
+            found.add(step.number)
+        makers |= {region.memory: step for region in step.outputs if region is not None}
+    return found
+
+
+def _makers(makers: Mapping[int, Step], memory: int, ops: set[str], given: int | None = None) -> list[Step]:
+    """The calls of some operators that have made a memory, out of a given one and of what others have made."""
+    found: dict[int, Step] = {}
+    left = [memory]
+    while left:
+        maker = makers.get(left.pop())
+        if maker is not None and maker.number not in found and _operator(maker) in ops:
+            found[maker.number] = maker
+            left += [region.memory for _, region in maker.inputs if region.memory != given]
+    return [*found.values()]
+
+
+def _operator(step: Step) -> str:
+    return operator_name(step.stored.record.op).partition(".")[0]
 
 
 def _size(step: Step) -> float | None:
-    """The modulus of the number that a call makes; to print one, torch computes that first."""
+    """The modulus of the number that a call makes, which its copies share."""
     values = step.stored.values.get("output")
     return None if values is None or values.mean is None else abs(values.mean)
 

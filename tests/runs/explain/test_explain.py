@@ -285,6 +285,22 @@ def test_a_number_that_is_printed_is_the_loss(sign: int, tmp_path: Path) -> None
     assert 0.99 < found.rows()[0].share < 1.01
 
 
+@pytest.mark.parametrize("loss", ["forward", "backward", "none"])
+def test_what_is_printed_is_no_loss(loss: str, tmp_path: Path) -> None:
+    def program(factor: float) -> None:
+        large, small = torch.ones(40, 60) * factor, torch.ones(3) / factor
+        with torch.enable_grad():
+            x = torch.full((2, 3), factor, requires_grad=loss == "backward").sin()
+            x = x if loss == "none" else x.sum()
+            if loss == "backward":
+                x.backward()
+        str(x.detach()), [str(each) for each in (torch.arange(5), small > 1, small, large)]
+
+    found = runs.explain(*(record(tmp_path / str(factor), program, factor) for factor in (1.0, 1.1)))
+    what = "loss, sum" if loss != "none" else "norm of the difference of outputs, sin"
+    assert found.loss.startswith(f"{what} in no module")
+
+
 def test_log_probabilities_of_tokens_are_explained(tmp_path: Path) -> None:
     a, b = Decoder(), Decoder()
     b.blocks[0].factor = 0.98
