@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from made_runs import call, ranked
+from made_runs import call, ranked, write
 
 from opintercept import intercept, runs
 from opintercept.cli import main
@@ -63,3 +63,23 @@ def test_parquet_that_cannot_be_written_is_one_error(
     error = capsys.readouterr().err
     assert "Parquet needs a new folder" in error if "used" in options else "need --out FOLDER" in error
     assert not (tmp_path / "out").exists()
+
+
+def test_replays_of_a_graph_are_shown_exported_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    captured = [call("a", "x", "w", "y"), call("b", "y", "w", "z")]
+    again = [each | {"replayed": place, "source": None} for place, each in enumerate(captured)]
+    one = write(tmp_path / "a", [*captured, *again])
+    other = write(tmp_path / "b", captured)
+    indices = [None, None, 0, 1]
+    assert main(["export", str(one.path), "--format", "parquet", "-o", str(tmp_path / "out")]) == 0
+    assert [row["replayed"] for row in rows(tmp_path / "out")] == indices
+    (kind,) = duckdb.sql(f"SELECT DISTINCT typeof(replayed) FROM '{tmp_path}/out/*.parquet'").fetchall()
+    assert kind == ("BIGINT",)
+    assert [None if each != each else each for each in one.to_pandas()["replayed"]] == indices
+    for command in (["show"], ["show", "--calls"], ["report", "-o", str(tmp_path / "page.html")]):
+        assert main([*command, str(one.path)]) == 0
+    assert "4 calls, 512 FLOP" in capsys.readouterr().out
+    assert runs.diff(one, one).equal
+    found = runs.diff(one, other)
+    assert [(each.run, each.index) for each in found.unmatched] == [("a", 2), ("a", 3)]
+    assert "without a counterpart: 2 of A, 0 of B" in str(found)
