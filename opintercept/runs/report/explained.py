@@ -45,7 +45,7 @@ def page(found: Explanation) -> str:
         "path": _path(found),
         "notes": [shown_text(str(note), 4 * NAME) for note in (*found.doubts(), *found.notes)],
     }
-    return filled("explained", data)
+    return filled("explain", "explained", "plots modules parts costs path explained", data)
 
 
 def _finite(value: float | None) -> float | None:

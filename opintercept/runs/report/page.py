@@ -37,6 +37,7 @@ from opintercept.runs.report.panels import (
 from opintercept.runs.store.files import replaced
 from opintercept.runs.store.run import Run
 
+SCRIPTS = "plots modules parts state commands maps overview heat matmuls outputs divergence page"
 WORST = 10
 WORST_FIRST: tuple[Kind, ...] = ("added", "changed argument", "changed operand", "unclear", "inherited", "rounding")
 
@@ -62,19 +63,20 @@ def page(run: Run, other: Run | None = None) -> str:
         run.close()
         other.close()
         data = {"runs": [shown, shown_of_other], "divergence": divergence(run, other, heat)}
-    return filled("page", data)
+    return filled("report", "page", SCRIPTS, data)
 
 
-def filled(name: str, data: Any) -> str:
-    """The page that a template makes of plain data."""
+def filled(command: str, name: str, scripts: str, data: Any) -> str:
+    """The page of a command: the frame with a body, the files of its scripts, and plain data."""
     files = resources.files("opintercept.runs.report").joinpath("web")
-    template = files.joinpath(f"{name}.html").read_text("utf-8")
-    names = re.findall(r"<script>@@(\w+)@@</script>", template)
-    scripts = {name: files.joinpath(f"{name}.js").read_text("utf-8") for name in names}
-    style = files.joinpath("style.css").read_text("utf-8")
-    parts = {"policy": _policy(*scripts.values()), "style": style, "data": _packed(data), **scripts}
-    # One pass over the template: what is put in is not searched for further marks.
-    return re.sub(r"@@(\w+)@@", lambda match: parts[match[1]], template)
+    frame, body, style, *texts = (
+        files.joinpath(each).read_text("utf-8")
+        for each in ("frame.html", f"{name}.html", "style.css", *(f"{each}.js" for each in scripts.split()))
+    )
+    parts = {"command": command, "body": body, "policy": _policy(*texts), "style": style, "data": _packed(data)}
+    parts["scripts"] = "".join(f"<script>{text}</script>\n" for text in texts)
+    # One pass over the frame: what is put in is not searched for further marks.
+    return re.sub(r"@@(\w+)@@", lambda match: parts[match[1]], frame)
 
 
 def _policy(*scripts: str) -> str:
