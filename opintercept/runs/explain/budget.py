@@ -19,7 +19,6 @@ import torch
 
 from opintercept._values import rounding
 from opintercept.runs.compare.computed import modulus
-from opintercept.runs.compare.pairing import operator_name
 from opintercept.runs.explain.explanation import OutputDistance
 from opintercept.runs.explain.program import Program, ProgramMemory, Region, Step, in_double, last_uses
 from opintercept.runs.store.codec import role_of
@@ -100,7 +99,7 @@ class _Pair(NamedTuple):
 
     def input(self, name: str) -> Region | None:
         """B's input of this name; None of another operator, which is compared by what it returns alone."""
-        same = self.other is not None and _operator(self.step) == _operator(self.other)
+        same = self.other is not None and self.step.operator == self.other.operator
         return dict(self.other.inputs).get(name) if same and self.other else None
 
     def output(self, place: int) -> Region | None:
@@ -407,10 +406,6 @@ def _pulled_back(
         return [None] * len(wanted)
     outputs, given = zip(*pairs, strict=True)
     return torch.autograd.grad(outputs, [inputs[place] for place in wanted], given, allow_unused=True)
-
-
-def _operator(step: Step) -> str:
-    return operator_name(step.stored.record.op)
 
 
 def _distance(step: Step, sides: _Sides, coarsest: torch.dtype) -> OutputDistance:

@@ -139,15 +139,16 @@ def _printing(program: Program) -> set[int]:
     makers: dict[int, Step] = {}  # the last call that wrote to a memory
     for step in program.steps:
         memory = {name: region.memory for name, region in step.inputs}
-        op = _operator(step)
-        if op == "masked_select" and {"self", "mask"} <= memory.keys():
+        if step.operator == "masked_select" and {"self", "mask"} <= memory.keys():
             mask = _makers(makers, memory["mask"], {*_MASK}, memory["self"])
-            if sorted(map(_operator, mask)) == _MASK:
+            if sorted(each.operator for each in mask) == _MASK:
                 cut = _makers(makers, memory["self"], {"cat", "stack"})  # a large tensor without its middle
                 source = step.stored.record.source
                 cut = [each for each in cut if each.stored.record.source == source]
                 found |= {each.number for each in (step, *mask, *cut)}
-        elif op in _FORMAT and any(each in makers and makers[each].number in found for each in memory.values()):
+        elif step.operator in _FORMAT and any(
+            each in makers and makers[each].number in found for each in memory.values()
+        ):
             found.add(step.number)
         makers |= {region.memory: step for region in step.outputs if region is not None}
     return found
@@ -159,14 +160,10 @@ def _makers(makers: Mapping[int, Step], memory: int, ops: set[str], given: int |
     left = [memory]
     while left:
         maker = makers.get(left.pop())
-        if maker is not None and maker.number not in found and _operator(maker) in ops:
+        if maker is not None and maker.number not in found and maker.operator in ops:
             found[maker.number] = maker
             left += [region.memory for _, region in maker.inputs if region.memory != given]
     return [*found.values()]
-
-
-def _operator(step: Step) -> str:
-    return operator_name(step.stored.record.op).partition(".")[0]
 
 
 def _size(step: Step) -> float | None:
@@ -268,7 +265,7 @@ def _before(step: Step | None, program: Program, paired: Container[int]) -> list
     found: list[str] = []
     place = -1 if step is None else step.number - 1
     while place >= 0 and place not in paired:
-        found.append(operator_name(program.steps[place].stored.record.op))
+        found.append(program.steps[place].operator)
         place -= 1
     return found[::-1]
 

@@ -18,6 +18,7 @@ from opintercept._core.errors import OpInterceptError
 from opintercept._ops import scratch
 from opintercept._ops.families import makes_values
 from opintercept._ops.table import overloads
+from opintercept.runs.compare.pairing import operator_name
 from opintercept.runs.store.codec import StoredCall, role_of
 from opintercept.runs.store.run import Run
 
@@ -81,6 +82,11 @@ class Step:
     reads: frozenset[int]
     computes: bool
     fits: bool = False
+
+    @property
+    def operator(self) -> str:
+        """The operator's own name, `"mm"`."""
+        return operator_name(self.stored.record.op)
 
     def compute(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """The outputs for these inputs; real numbers are computed in float64 if the inputs are.
