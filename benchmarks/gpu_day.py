@@ -91,7 +91,7 @@ def _results(models: Any, make: Any, way: str, device: torch.device, small: bool
 
 _ORIGINS = """
 import collections, json, sys, types
-sys.modules["toy_device"] = types.ModuleType("toy_device")  # which stands in for a GPU
+sys.modules["toy_device"] = types.SimpleNamespace(in_a_child=None)  # which stands in for a GPU
 import device_programs
 name, device = sys.argv[1:]
 there, here = (collections.Counter(device_programs.run(name, each, "auto")[0]) for each in (device, "cpu"))

@@ -9,21 +9,19 @@ from __future__ import annotations
 import faulthandler
 import functools
 import json
-import os
 import sys
 import threading
-import traceback
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import toy_device  # noqa: F401
 from nets import product
 from torch import Tensor, distributed, nn
 from torch.autograd import grad
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from toy_device import in_a_child
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from opintercept import hooks, intercept
@@ -248,29 +246,11 @@ def differences(name: str, engine: str) -> list[str]:
     return found if alike else [*found, "other gradients than without interception"]
 
 
-def in_a_child(name: str, engine: str) -> list[str]:
-    """Run `differences` in a child of this process, in which autograd has not run yet."""
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            found = differences(name, engine)
-        except BaseException:
-            found = [traceback.format_exc()]
-        os.write(write, json.dumps([line[:500] for line in found[:20]]).encode())
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read, "rb") as pipe:
-        answer = pipe.read()
-    os.waitpid(child, 0)
-    return json.loads(answer) if answer else ["it crashed"]
-
-
 if __name__ == "__main__":
     faulthandler.enable()
     torch.set_num_threads(1)  # no threads of torch's before the forks
     results: dict[str, dict[str, list[str]]] = {}
     for chosen in sys.argv[1:]:
         names = [*PROGRAMS, *(THREADS if chosen != "mode" else ())]  # a mode watches one thread
-        results[chosen] = {name: in_a_child(name, chosen) for name in names}
+        results[chosen] = {name: in_a_child(functools.partial(differences, name, chosen)) for name in names}
     print(json.dumps(results))

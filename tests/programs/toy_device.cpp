@@ -169,7 +169,10 @@ at::Tensor empty_strided(
 }
 
 at::Tensor on_host(const at::Tensor& tensor) { // the same memory, which `Opened` opens
-  return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), tensor.options().device(c10::kCPU));
+  auto made = at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), tensor.options().device(c10::kCPU));
+  made._set_conj(tensor.is_conj());
+  made._set_neg(tensor.is_neg());
+  return made;
 }
 
 struct Copy { // that has not arrived
@@ -214,7 +217,10 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_bloc
     if (self.is_cpu() && !non_blocking) {
       wait(); // as on CUDA
       std::lock_guard lock(mutex);
-      blocks.at(to.storage().mutable_data()).writer = EVERY;
+      auto block = blocks.find(to.storage().mutable_data()); // none if it is empty
+      if (block != blocks.end()) {
+        block->second.writer = EVERY;
+      }
     }
   } else if (non_blocking) {
     needs_no_capture(); // which the memory that it goes to would end
@@ -433,6 +439,14 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
       m.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
     }
   }
+}
+
+// A copy resolves views that are conjugate or negative; torch's fallbacks would copy these first.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+TORCH_LIBRARY_IMPL(aten, Negative, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
 
 TORCH_LIBRARY(toy, m) {
