@@ -223,7 +223,7 @@ class Reader:
         rows = on_device.read(values, self.limits, False) if bits is None else None
         if rows is not None:
             return LateSums([(lots.put([rows]), of_rows)])
-        pieces = flat(values).split(PIECE)
+        pieces = flat(values.detach()).split(PIECE)  # without tangents, which `out=` refuses
         apart = bits is not None and (len(pieces) > 1 or not terms_fit(bits[0], values.numel()))
         found = []
         for place, piece in enumerate(pieces):
