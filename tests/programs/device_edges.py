@@ -110,49 +110,70 @@ def memory() -> Any:
 
 
 class Corrupt:
-    """Changes an element of the second call's output."""
+    """Changes an element of the second call's output, and makes one of a later call NaN."""
 
     def post(self, call: Any) -> Tensor | None:
-        if call.index != 1:
+        if call.index not in (1, 7):
             return None
         output: Tensor = call.output.clone()
-        output[2, 3] += 50
+        output[2, 3] += 50 if call.index == 1 else math.nan
         return output
 
 
-def findings(places: list[tuple[str, int]]) -> Any:
-    """What hooks find in calls that take turns on devices and streams."""
-    net, x = network()
-    nets = {device: (copy.deepcopy(net).to(device), x.to(device)) for device, _ in places}
+def findings(program: Callable[[], None]) -> Any:
+    """What hooks find in a program."""
     stats, checksum, capture = hooks.Stats(("lhs", "output")), hooks.Checksum(action="record"), hooks.Capture("output")
-    nonfinite = hooks.NonFinite(check_every=99, action="record")
-    if "cpu" not in nets:
-        toy_device.synchronize()
+    nonfinite = hooks.NonFinite(check_every=4, action="record")
     with tempfile.TemporaryDirectory() as folder:
         recorder = runs.RunRecorder(f"{folder}/run", "full")
-        with intercept([Corrupt(), stats, checksum, nonfinite, capture, recorder]), torch.no_grad():
-            for device, stream in places * 3:
-                with toy_device.on_stream(stream):
-                    net, x = nets[device]
-                    net(x)
+        with intercept([Corrupt(), stats, checksum, nonfinite, capture, recorder]):
+            program()
         calls = [
             {role: (v.hash, v.count) for role, v in c.values.items()} for c in runs.open_run(recorder.path).calls()
         ]
     return [
-        [(row.calls, row.count, row.min, row.max) for row in stats.rows()],
+        [(row.phase, row.calls, row.count, row.nan, row.min, row.max) for row in stats.rows()],
         [checksum.checked, checksum.skipped, [finding.position for finding in checksum.findings]],
-        len(nonfinite.findings),
-        [entry.tensor.tolist() for entry in capture.entries],
+        [(finding.record.index, finding.record.phase) for finding in nonfinite.findings],
+        str([entry.tensor.tolist() for entry in capture.entries]),
         calls,
     ]
 
 
+def take_turns(*places: tuple[str, int]) -> None:
+    """Make calls that take turns on devices and streams."""
+    net, x = network()
+    nets = {device: (copy.deepcopy(net).to(device), x.to(device)) for device, _ in places}
+    toy_device.synchronize()
+    with torch.no_grad():
+        for device, stream in places * 3:
+            with toy_device.on_stream(stream):
+                net, x = nets[device]
+                net(x)
+
+
+def two_halves(device: str) -> None:
+    """Make the calls of two nets on two streams, and those of their gradients, which autograd runs there, too."""
+    net, x = network()
+    halves, x = [copy.deepcopy(net).to(device) for _ in range(2)], x.to(device)
+    for _ in range(20):  # so that results are sent to the host during a backward pass, too
+        toy_device.synchronize()
+        outputs = []
+        for stream, half in enumerate(halves, 1):
+            with toy_device.on_stream(stream):
+                outputs.append(half(x))
+        toy_device.synchronize()
+        torch.stack(outputs).square().sum().backward()
+
+
 def places() -> Any:
-    """What hooks find on two streams and on two devices, each with what they find on the CPU."""
-    return [
-        [findings([("toy", 1), ("toy", 2)]), findings([("cpu", 0), ("cpu", 0)])],
-        [findings([("toy:0", 0), ("toy:1", 0)]), findings([("cpu", 0), ("cpu:0", 0)])],
+    """What hooks find on two streams, in backward too, and on two devices, each with what they find on the CPU."""
+    programs: list[tuple[Callable[..., None], Any, Any]] = [
+        (take_turns, [("toy", 1), ("toy", 2)], [("cpu", 0), ("cpu", 0)]),
+        (two_halves, ["toy"], ["cpu"]),
+        (take_turns, [("toy:0", 0), ("toy:1", 0)], [("cpu", 0), ("cpu:0", 0)]),
     ]
+    return [[findings(partial(program, *given)) for given in both] for program, *both in programs]
 
 
 HOOKS: dict[str, Callable[[str], Any]] = {

@@ -19,7 +19,7 @@
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/view_native.h>
-#include <c10/core/impl/FakeGuardImpl.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
 namespace {
@@ -30,6 +30,7 @@ enum { LAUNCHES, TO_DEVICE, TO_HOST, LATE_TO_HOST, ITEMS, WAITS, BYTES_TO_HOST, 
 std::array<std::atomic<int64_t>, COUNTERS> counters;
 thread_local bool is_running = false; // an operator, which copies its operands and results
 thread_local int64_t stream = 0; // the current one
+thread_local c10::DeviceIndex current_device = 0;
 thread_local bool is_capturing = false;
 
 void needs_no_capture() {
@@ -105,7 +106,51 @@ void check(const at::Tensor& tensor) { // that the current stream may read it
       "another stream has written this tensor, and nobody has waited for it");
 }
 
-using Guard = c10::impl::FakeGuardImpl<TOY>;
+void end_wait(int64_t of) { // for what a stream has written
+  std::lock_guard lock(mutex);
+  for (auto& [_, block] : blocks) {
+    if (of == EVERY || block.writer == of) {
+      block.writer = EVERY;
+    }
+  }
+}
+
+// Autograd runs a node on the stream of its forward call, and waits for those that others have run on.
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  static constexpr c10::DeviceType static_type = TOY;
+  Guard() = default;
+  explicit Guard(c10::DeviceType) {}
+  c10::DeviceType type() const override {
+    return TOY;
+  }
+  c10::Device getDevice() const override {
+    return {TOY, current_device};
+  }
+  c10::Device exchangeDevice(c10::Device device) const override {
+    return {TOY, std::exchange(current_device, device.index())};
+  }
+  void setDevice(c10::Device device) const override {
+    current_device = device.index();
+  }
+  void uncheckedSetDevice(c10::Device device) const noexcept override {
+    current_device = device.index();
+  }
+  c10::Stream getStream(c10::Device device) const noexcept override {
+    return c10::Stream(c10::Stream::UNSAFE, device, stream);
+  }
+  c10::Stream exchangeStream(c10::Stream used) const noexcept override {
+    return c10::Stream(c10::Stream::UNSAFE, used.device(), std::exchange(stream, used.id()));
+  }
+  c10::DeviceIndex deviceCount() const noexcept override {
+    return 2;
+  }
+  void record(void** event, const c10::Stream& of, c10::DeviceIndex, c10::EventFlag) const override {
+    *event = reinterpret_cast<void*>(of.id());
+  }
+  void block(void* event, const c10::Stream&) const override {
+    end_wait(reinterpret_cast<int64_t>(event));
+  }
+};
 
 struct Memory final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
@@ -395,12 +440,7 @@ void wait_for(int64_t of, int64_t number, bool counts) { // an event, a stream o
   needs_no_capture();
   count(WAITS, counts);
   arrive(of, number);
-  std::lock_guard lock(mutex);
-  for (auto& [_, block] : blocks) {
-    if (of == EVERY || block.writer == of) {
-      block.writer = EVERY;
-    }
-  }
+  end_wait(of);
 }
 
 int64_t set_limit(int64_t bytes) { // of new memory, and how much there is
@@ -453,6 +493,7 @@ TORCH_LIBRARY(toy, m) {
   m.def("counts() -> int[]", counts);
   m.def("copies() -> int", copies);
   m.def("wait_for(int stream, int copies, bool counts) -> ()", wait_for);
+  m.def("stream() -> int", [] { return stream; });
   m.def("use(int stream) -> int", [](int64_t used) { return std::exchange(stream, used); });
   m.def("begin_capture() -> ()", [] {
     is_capturing = true;
