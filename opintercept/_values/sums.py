@@ -6,7 +6,6 @@ Invariant: nothing here waits for a device except `LateSums.read`, `Cell.read` a
 from __future__ import annotations
 
 import math
-import sys
 from array import array
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
@@ -151,7 +150,7 @@ class Reader:
             bits = (torch.uint8, torch.int16, torch.int32, torch.int64)[target.itemsize.bit_length() - 1]
             smallest = torch.ones(1, dtype=bits, device="cpu").view(target)
             self._tiny, self._huge = smallest.to(torch.float64).item() / 2, torch.finfo(target).max
-            _targets.add((self._tiny, self._huge))
+            _targets.add(_both_sides(self._tiny, self._huge))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Reader, (self.target, self.histogram)
@@ -236,15 +235,20 @@ class Reader:
 
     def _reduce(self, values: torch.Tensor, bits: Bits | None) -> list[torch.Tensor]:
         """Counts and the sum of the terms, the ends, the variance and the mean, in as few operators as possible."""
-        wide = values.to(torch.float64)
-        limits = _column(place_of(values), *_LIMITS, *(self.limits or ()))
-        first = int(bits is not None)
-        counted = torch.empty((first + limits.size(0), values.numel()), dtype=torch.int64, device=values.device)
+        factors, limits = _column(place_of(values), *_FACTORS), _both_sides(*(self.limits or ()))
+        first, small = int(bits is not None), values.is_floating_point() and values.element_size() == 1
+        shape = first + len(_FACTORS) + len(limits), values.numel()
+        counted = torch.empty(shape, dtype=torch.int64, device=values.device)
         if bits is not None:
             write_terms(*bits, counted[0])
-        torch.le(wide.abs(), limits, out=counted[first:])
+        products = torch.empty((len(_FACTORS), values.numel()), dtype=torch.float64, device=values.device)
+        # float8 is not promoted, and only `out=` multiplies what torch knows to be zeros
+        torch.mul(values.to(torch.float64) if small else values, factors, out=products)
+        torch.eq(products, products, out=counted[first : first + len(_FACTORS)])
+        if limits:
+            torch.le(products[1], _column(place_of(values), *limits), out=counted[first + len(_FACTORS) :])
         finite = counted[first].view(torch.bool)[::8]  # the lowest byte of each
-        filled = torch.where(finite, wide, _column(place_of(values), *_FILLS))
+        filled = torch.where(finite, products[1], _column(place_of(values), *_FILLS))
         return [counted.sum(1), *torch.aminmax(filled[:2], dim=1), *torch.var_mean(filled[2], correction=0)]
 
 
@@ -262,8 +266,9 @@ def _found(count: int, has_terms: bool, numbers: list[Numbers]) -> tuple[int, Re
     """What `Reader._reduce` has found of so many values."""
     counts, lows, highs, (variance,), (mean,), *apart = numbers
     terms = int(counts[0]) if has_terms else int(apart[0][0]) if apart else 0
-    finite, real, zeros, *limits = counts[has_terms:]
-    underflow, overflow = (limits[0] - zeros, real - limits[1]) if limits else (0, 0)
+    finite, real, nonzero, *limits = counts[has_terms:]
+    zeros = real - nonzero
+    underflow, overflow = (limits[0] - limits[1] - zeros, real - limits[2] + limits[3]) if limits else (0, 0)
     total, spread = mean * count, variance * count
     if not math.isfinite(spread):
         spread = math.inf
@@ -274,14 +279,20 @@ def _found(count: int, has_terms: bool, numbers: list[Numbers]) -> tuple[int, Re
     return terms, (sums, -lows[0], highs[1])
 
 
-_LIMITS = sys.float_info.max, math.inf, 0.0
+# A value times these is NaN if it is not finite; if it is NaN; if it is NaN or zero.
+_FACTORS = 0.0, 1.0, math.inf
 _FILLS = math.inf, -math.inf, 0.0
-_targets: set[tuple[float, ...]] = {()}  # the limits of all readers
+_targets: set[tuple[float, ...]] = set()  # the limits of all readers
+
+
+def _both_sides(*limits: float) -> tuple[float, ...]:
+    """Each limit of a magnitude, and the largest number that is less than its negative."""
+    return tuple(each for limit in limits for each in (limit, math.nextafter(-limit, -math.inf)))
 
 
 def prepare(place: Place) -> None:
     """Copy the constants of all readers to a place: while a graph is captured, they could not be copied."""
-    for numbers in (_FILLS, *(_LIMITS + limits for limits in _targets)):
+    for numbers in (_FACTORS, _FILLS, *_targets):
         _column(place, *numbers)
     for of_rows in (False, True):
         weights(place[0], BLOCK, of_rows, place[1])
