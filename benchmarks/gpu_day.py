@@ -127,7 +127,8 @@ def launches(device: torch.device, small: bool) -> Lines:
     plain: dict[Any, tuple[int, int]] = {}
     for name, forward, backward, waits in re.findall(r"^\| `(.+?)` \|" + r" ([\d.]+) \|" * 3, table, re.MULTILINE):
         program = costs.program_of(name)
-        model, x = program.make().to(device), torch.ones(program.shape, device=device, requires_grad=True)
+        place = {"device": device, "dtype": program.dtype}
+        model, x = program.make().to(**place), torch.ones(program.shape, **place, requires_grad=True)
 
         def step(model: Any = model, x: torch.Tensor = x) -> None:
             model(x).sum().backward()

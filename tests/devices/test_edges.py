@@ -47,6 +47,12 @@ def test_hooks_find_on_two_streams_and_devices_what_they_find_on_the_cpu() -> No
         assert on_device == on_cpu
 
 
+def test_products_that_are_wrong_are_found_where_they_are_on_the_cpu() -> None:
+    on_device, on_cpu = on_a_device("device_edges.py", "wrong")
+    assert len(on_cpu) == 16
+    assert on_device == on_cpu
+
+
 def test_no_hook_adds_to_a_graph_that_is_captured_or_ends_the_capture() -> None:
     found = on_a_device("device_edges.py", "captured", "--late")
     assert {name: added for name, (added, _) in found.items() if any(added)} == {}

@@ -75,7 +75,12 @@ HOOKS: dict[str, tuple[Hook, Bound]] = {
     "AttentionWeights()": (lambda _: hooks.AttentionWeights(), Bound(4, 0, 1 / 3)),
     "Reference()": (lambda _: hooks.Reference(), Bound(55, 55, 1)),
     "FakeQuantize(torch.int8)": (lambda _: hooks.FakeQuantize(torch.int8), Bound(20, 20)),
-    "Checksum()": (lambda _: hooks.Checksum(), Bound(20, 20, 0, 1)),
+    "Checksum()": (lambda _: hooks.Checksum(), Bound(14, 18, 0, 1)),
+    "Checksum(), new weights": (lambda _: hooks.Checksum(), Bound(20, 18, 0, 1)),
+    "Checksum(), batches": (lambda _: hooks.Checksum(), Bound(20, 20, 0, 1)),
+    "Checksum(), bfloat16": (lambda _: hooks.Checksum(), Bound(17, 20, 0, 1)),
+    "Checksum(), bfloat16, new weights": (lambda _: hooks.Checksum(), Bound(25, 22, 0, 1)),
+    "Checksum(), bfloat16, batches": (lambda _: hooks.Checksum(), Bound(24, 24, 0, 1)),
     'RunRecorder(path, "none")': (run("none"), Bound(0, 0)),
     'RunRecorder(path, "stats")': (run("stats"), Bound(36, 24)),
     'RunRecorder(path, "sample")': (run("sample"), Bound(42, 33)),
@@ -86,7 +91,23 @@ HOOKS: dict[str, tuple[Hook, Bound]] = {
     "Stats(), convolution": (lambda _: hooks.Stats(), Bound(8, 8)),
     'RunRecorder(path, "stats"), fused attention': (run("stats"), Bound(45, 75)),
     'RunRecorder(path, "stats"), convolution': (run("stats"), Bound(36, 45)),
+    'RunRecorder(path, "stats"), large': (run("stats"), Bound(34, 22)),
 }
+
+
+class New(nn.Linear):
+    """A linear layer whose weight and bias are new in each call."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        weight, bias = (nn.Parameter(each.detach().to(x.dtype, copy=True)) for each in (self.weight, self.bias))
+        return nn.functional.linear(x, weight, bias)
+
+
+class Batches(nn.Module):
+    """A product of two batches."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x @ x.mT
 
 
 class Attention(nn.Module):
@@ -115,29 +136,35 @@ class Convolution(nn.Conv2d):
 
 
 class Program(NamedTuple):
-    """What the calls are made by, its input's shape, the backward calls of a step, and the operators to watch."""
+    """What the calls are made by, its input's shape and dtype, the backward calls of a step, the operators to watch."""
 
     make: Callable[[], nn.Module] = lambda: nn.Linear(64, 64)
     shape: tuple[int, ...] = (32, 64)
     backward: int = 2
     ops: str = "matmul"
+    dtype: torch.dtype = torch.float32
 
 
 PROGRAMS = {
     "AttentionWeights": Program(Attention, (4, 32, 64)),
     "fused attention": Program(Fused, (2, 4, 32, 16), 1),
     "convolution": Program(lambda: Convolution(4, 8, 3), (2, 4, 16, 16), 1, "convolution"),
+    "large": Program(lambda: nn.Linear(256, 256), (128, 256)),
+    "new weights": Program(lambda: New(64, 64)),
+    "batches": Program(Batches, (4, 32, 64)),
 }
 """By a part of the names in `HOOKS`; the others have a linear layer."""
 
 
 def program_of(name: str) -> Program:
-    return next((program for part, program in PROGRAMS.items() if part in name), Program())
+    found = next((program for part, program in PROGRAMS.items() if part in name), Program())
+    return found._replace(dtype=torch.bfloat16) if "bfloat16" in name else found
 
 
 def added(make: Hook | None, folder: str, program: Program) -> tuple[toy_device.Counts, ...]:
     """What happens in `CALLS` forward calls, as many backward passes, and at the end of the block."""
-    model, x = program.make().to("toy"), torch.randn(program.shape).to("toy")
+    torch.manual_seed(0)  # by chance, `Checksum` may have to look at products
+    model, x = program.make().to("toy", program.dtype), torch.randn(program.shape).to("toy", program.dtype)
     with intercept(make(folder), ops=program.ops, engine="kernel") if make is not None else nullcontext():
         model(x.clone().requires_grad_()).sum().backward()
         toy_device.counts()

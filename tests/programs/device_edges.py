@@ -176,6 +176,37 @@ def places() -> Any:
     return [[findings(partial(program, *given)) for given in both] for program, *both in programs]
 
 
+class Hit:
+    """Changes the last element of each output."""
+
+    def post(self, call: Any) -> Tensor:
+        output: Tensor = call.output.clone()
+        output.view(-1)[-1] += 500
+        return output
+
+
+def wrong() -> Any:
+    """Which products are wrong, and where, on the device and on the CPU."""
+    found = []
+    for device in ("toy", "cpu"):
+        torch.manual_seed(0)
+        checksum = hooks.Checksum(action="record")
+        with torch.no_grad(), intercept([Hit(), checksum]):
+            for dtype in (torch.float32, torch.bfloat16):
+                sizes = (40, 384), (384, 1024), (1024,), (3, 40, 24), (3, 24, 48)
+                a, b, bias, x, y = (torch.randn(size).to(device, dtype) for size in sizes)
+                weight, own = nn.Parameter(b), nn.Parameter(bias)
+                for _ in range(3):
+                    torch.addmm(own, a, weight)
+                torch.addmm(bias, a[:2], b, alpha=0.5, beta=-3)
+                torch.mm(a, b)
+                torch.bmm(x, y)
+                torch.bmm(y.mT.contiguous().mT.mT, x.mT)
+                torch.baddbmm(y[:, :1], x, y)
+        found.append([(each.record.index, each.position, f"{each.exact:.5g}") for each in checksum.findings])
+    return found
+
+
 HOOKS: dict[str, Callable[[str], Any]] = {
     "Recorder": lambda _: hooks.Recorder(),
     "Profile": lambda _: hooks.Profile(),
@@ -232,6 +263,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "freed": freed,
     "memory": memory,
     "places": places,
+    "wrong": wrong,
     "captured": captured,
 }
 

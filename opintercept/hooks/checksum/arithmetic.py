@@ -30,6 +30,8 @@ DEVICE_PIECE = 1 << 24
 GROUP = 16
 """The least columns that share a checksum where the output has few digits; fewer columns have less rounding."""
 MOST_GROUPS = 48
+MANY = 32
+"""From so many rows on, the mean of one checksum over them tells how large elements are."""
 
 _LOW = (torch.float16, torch.bfloat16)
 _IN_CPP = (torch.float32, torch.float64)
@@ -192,6 +194,8 @@ def sign_sums(x: torch.Tensor, matrix: torch.Tensor, less: torch.Tensor | None =
         found = torch.empty(*x.shape[:-1], groups, dtype=matrix.dtype, device=x.device)
         if native.sign_sums(x, signs_in(n, matrix.dtype), found):
             return found if less is None else found - less
+    if less is not None and x.dim() == 3 and not x.is_cpu and x.is_contiguous():  # in one operator
+        return project(x.flatten(0, 1), matrix, less=less.flatten(0, 1))[0].view_as(less)
     return project(x, matrix, less=less)[0]
 
 
@@ -251,7 +255,7 @@ def expect(
     lhs, rhs, device = product.lhs, product.rhs, product.lhs.device
     matrix = signs(rhs.shape[-1], groups, wide, device)
     integer = not (wide.is_floating_point or wide.is_complex)
-    kept = memory.look_up(rhs, matrix) if memory is not None and taken is None and product.columns is None else None
+    kept = _recall(memory, rhs, matrix) if memory is not None and taken is None and product.columns is None else None
     if taken is not None:
         inner = taken[0]
     elif kept is None:
@@ -261,6 +265,9 @@ def expect(
             inner, _ = project(rhs, matrix * product.columns.to(wide).reshape(-1, 1))
     else:
         inner, scale = kept
+    few = wide.is_floating_point and is_strided(lhs) and lhs.numel() <= DEVICE_PIECE and product.rows is None
+    if few and not lhs.is_cpu:
+        return _expect_on_device(product, matrix, inner, kept, memory)
     middle, norms = project(lhs, inner, norms=not integer)
     remembered = kept is not None
     if taken is not None:
@@ -274,9 +281,7 @@ def expect(
     if product.rows is not None:
         sums = sums * product.rows
         norms = norms if norms is None else norms * product.rows.abs()
-    k = rhs.shape[-2]
-    # Errors of this size are those of numbers too small for the dtype.
-    least = _number(torch.finfo(wide).tiny / unit(wide) * (k + 2), wide.to_real(), device)
+    k, least = rhs.shape[-2], _least(rhs, matrix)
     lengths, share = norms, 1.0
     if norms is not None and kept is None:
         scale = _norm(inner, -2)
@@ -297,6 +302,72 @@ def expect(
     else:
         smooth = torch.addcmul(least, lengths, scale, value=share)
     return Expected(product, matrix, inner, middle, sums, torch.hypot(size, smooth), remembered)
+
+
+def _least(rhs: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """The size of errors that are those of numbers too small for the dtype."""
+    wide = matrix.dtype
+    return _number(torch.finfo(wide).tiny / unit(wide) * (rhs.shape[-2] + 2), wide.to_real(), matrix.device)
+
+
+def _expect_on_device(
+    product: Product, matrix: torch.Tensor, inner: torch.Tensor, kept: ColumnSums | None, memory: Memory | None
+) -> Expected:
+    """`expect` in few launches."""
+    lhs, rhs, wide, least = product.lhs, product.rhs, matrix.dtype, _least(product.rhs, matrix)
+    bias, beta, size = least, product.beta if product.bias is not None else 0, least
+    if product.bias is not None:
+        product, bias, size = _with_own_bias(product, matrix, memory)
+    values = lhs if lhs.dtype == wide else lhs.to(wide)
+    both = torch.empty(2, *lhs.shape[:-1], inner.shape[-1], dtype=wide, device=lhs.device)
+    multiply = torch.addmm if lhs.dim() == 2 else torch.baddbmm
+    sums = multiply(bias, values, inner, beta=beta, alpha=product.alpha, out=both[0])
+    norms, one = _norm(values, -1), _number(1.0, wide, lhs.device)
+    if kept is not None:
+        smooth = torch.addcmul(size, norms, kept[1])
+    else:  # what is left of |A_i| |B|: see `_left`
+        many = sums.dim() == 2 and sums.shape[1] == 1 and len(sums) >= MANY
+        scale = one if many else _norm(inner, -2)
+        lengths = torch.addcmul(least, norms.expand_as(sums), scale, out=both[1])
+        part, whole = torch.linalg.vector_norm(both.flatten(1), 1, 1)
+        floor = 1.0 if many else 1 / math.sqrt(rhs.shape[-2] * sums.numel())
+        left = part / whole if many else torch.addcdiv(one, part, whole, value=1 / floor)
+        smooth = torch.addcmul(size, lengths, left, value=floor)
+        if memory is not None and product.columns is None:
+            memory.keep(rhs, matrix, (inner, left) if many else (inner, scale, left, floor))
+    return Expected(product, matrix, inner, sums, sums, torch.hypot(sums, smooth), kept is not None)
+
+
+def _recall(memory: Memory, rhs: torch.Tensor, matrix: torch.Tensor) -> ColumnSums | None:
+    """The checksums of a weight, if they are remembered; the second product with it multiplies their factors."""
+    kept = memory.look_up(rhs, matrix)
+    if kept is not None and len(kept) > 2:
+        inner, scale, left, floor = kept
+        kept = inner, torch.addcmul(_least(rhs, matrix), scale, left, value=floor)
+        memory.keep(rhs, matrix, kept)
+    return kept
+
+
+def _with_own_bias(
+    product: Product, matrix: torch.Tensor, memory: Memory | None
+) -> tuple[Product, torch.Tensor, torch.Tensor]:
+    """The product with a copy of its bias if that has one row, which nobody overwrites; its checksums, and norms."""
+    bias, least, (n, groups) = product.bias, _least(product.rhs, matrix), matrix.shape
+    assert bias is not None
+    if bias.numel() != n or bias.shape[-1] != n or not is_strided(bias):
+        return product, _bias_sums(bias, matrix), least
+    kept = None if memory is None else memory.look_up(bias, matrix)
+    if kept is None or len(kept) == 2:
+        row = bias.reshape(1, n).to(matrix.dtype, copy=True)
+        parts = row.view(groups, -1).mT if n % groups == 0 else row.mT * matrix
+        kept = row, torch.mm(row, matrix), _norm(parts, -2), True
+    elif kept[3]:  # 0 may be all that is left of a later product
+        kept = *kept[:2], kept[2] + least, False
+    if memory is not None:
+        memory.keep(bias, matrix, kept)
+    row, found, size, _ = kept
+    size = size if abs(product.beta) == 1 else size * abs(product.beta) + least
+    return product._replace(bias=row, owned=True), found, size
 
 
 def _left(sums: torch.Tensor, whole: torch.Tensor, k: int) -> tuple[torch.Tensor, float]:
@@ -324,7 +395,7 @@ def _bias_of_product(
 ) -> ColumnSums:
     """The checksums of a bias, `[*b, m, g]`, and about the norm of its elements in each group."""
     kept = None if memory is None else memory.look_up(bias, matrix)
-    if kept is not None:
+    if kept is not None and len(kept) == 2:
         return kept
     added = _bias_sums(bias, matrix)
     if added.shape[-2] > 1:
@@ -354,6 +425,7 @@ class Screen(NamedTuple):
     residual: torch.Tensor  # C E - A (B E), [*b, m, g]
     relative: torch.Tensor  # it beside the size of the elements, [*b, m, g]
     deviation: float  # the standard deviation of `relative`
+    room: torch.Tensor | None = None  # on a device: `relative`, and a column that is not written yet
 
     def rows(self) -> torch.Tensor:
         """The residuals of each row, `[*b * m]`, with this `deviation`: the worst group, or all together."""
@@ -361,6 +433,16 @@ class Screen(NamedTuple):
         if self.relative.shape[-1] > 1:
             together = torch.linalg.vector_norm(self.relative, dim=-1)
             worst = torch.maximum(worst, together - math.sqrt(self.relative.shape[-1]) * self.deviation)
+        return worst.reshape(-1)
+
+    def rows_at(self, limit: float) -> torch.Tensor:
+        """`rows` for a device, in fewer operators, with the same ones above the limit."""
+        if self.room is None:
+            return self.rows()
+        groups = self.relative.shape[-1]
+        by = 1 + math.sqrt(groups) * self.deviation / limit  # divided by, all together have the limit of one
+        torch.std(self.relative, -1, correction=groups - by**2, keepdim=True, out=self.room[..., groups:])
+        worst: torch.Tensor = torch.linalg.vector_norm(self.room, math.inf, -1)
         return worst.reshape(-1)
 
     def groups(self) -> torch.Tensor | None:
@@ -399,7 +481,11 @@ def screen(expected: Expected, output: torch.Tensor, units: Units) -> Screen:
     variance = (units.sums**2 * (k + 1) + own**2 * (k + n / groups)) / 6
     rounded = expected.product.partial + expected.product.apart
     variance += 0.2 * (units.output**2 * rounded + 4 * units.partial**2 + 2 * units.operands**2)
-    return Screen(residual, residual / expected.size, math.sqrt(variance))
+    if output.is_cpu or groups == 1 or not residual.is_floating_point():
+        return Screen(residual, residual / expected.size, math.sqrt(variance))
+    room = residual.new_empty(*residual.shape[:-1], groups + 1)
+    relative = torch.div(residual, expected.size, out=room[..., :groups])
+    return Screen(residual, relative, math.sqrt(variance), room)
 
 
 def _rounds(dtype: torch.dtype) -> bool:
@@ -484,12 +570,12 @@ def terms_of(
     """Compute rows of a product in float64.
 
     `output` is what `product.out` returns, `batch` the index of the matrix, `[1]`, or None if there is one product, and
-    `rows` the indices of the rows, `[r]`, of which a device has one.
+    `rows` the indices of the rows, `[r]`, of which a device has one, counted through the whole batch.
     """
     rhs = _dense(product.rhs) if batch is None else _dense(product.rhs).index_select(0, batch).squeeze(0)
     left, rhs = _rows_of(product.lhs, batch, rows), rhs[:, columns]
     got, bias = _rows_of(output, batch, rows)[:, columns], product.bias
-    if bias is not None:
+    if bias is not None and not product.owned:
         whole = _dense(bias).expand(*product.rhs.shape[:-2], product.lhs.shape[-2], product.rhs.shape[-1])
         bias = _rows_of(whole, batch, rows)[:, columns]
     alpha, dtype = product.alpha, output.dtype.to_real()
@@ -510,8 +596,9 @@ def terms_of(
         return terms(_integer_sums(left, rhs), factor=alpha)
     fine = fine_dtype(left.device)
     fine = fine.to_complex() if left.is_complex() else fine
-    left = left.to(fine)
-    value, size, square = _sums_of(left, rhs, bool(units.operands or units.partial))
+    if left.is_cpu or left.dtype.itemsize == 1:  # other operators convert it, but for float8
+        left = left.to(fine)
+    value, size, square = _sums_of(left, rhs, fine, bool(units.operands or units.partial))
     factor: Any = alpha
     for scale, dim in ((product.rows, 0), (product.columns, 1)):
         if scale is not None:
@@ -526,30 +613,38 @@ def terms_of(
     if converts or abs(alpha) > 1:  # by which a device may multiply the operands
         most = torch.maximum(left.abs().amax(), rhs.abs().amax().to(fine.to_real()))
     if converts or (product.partial > 1 and alpha != 1):
-        lost = left.abs().sum(1, keepdim=True) + rhs.abs().sum(0, dtype=fine.to_real())
+        lost = left.abs().sum(1, keepdim=True, dtype=fine.to_real()) + rhs.abs().sum(0, dtype=fine.to_real())
     return terms(value, size=size, square=square, factor=factor, most=most, lost=lost)
 
 
 def _rows_of(matrix: torch.Tensor, batch: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
     dense = _dense(matrix)
-    return dense.index_select(0, rows) if batch is None else dense[batch, rows]
+    if batch is None:
+        return dense.index_select(0, rows)
+    if dense.is_cpu:
+        return dense[batch, rows]
+    (count, height, width), (by_matrix, by_row, by_column) = dense.shape, dense.stride()
+    if (between := by_matrix - height * by_row) < 0:
+        return dense[batch, rows % height]
+    shape, strides = (count, count * height, width), (between, by_row, by_column)
+    return dense.as_strided(shape, strides, dense.storage_offset())[batch, rows]
 
 
 def _sums_of(
-    left: torch.Tensor, rhs: torch.Tensor, wants_squares: bool
+    left: torch.Tensor, rhs: torch.Tensor, fine: torch.dtype, wants_squares: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """A B, |A| |B| and, if they are wanted, |A|**2 |B|**2 for rows of A in the dtype of these."""
+    """A B, |A| |B| and, if they are wanted, |A|**2 |B|**2 for rows of A in the dtype `fine`."""
     found: list[torch.Tensor] = []
     step = max(1, (8 * PIECE if rhs.is_cpu else DEVICE_PIECE) // max(1, rhs.shape[1]))
     for first in range(0, rhs.shape[0], step):
         part, here = rhs[first : first + step], left[:, first : first + step]
         if part.is_cpu or part.dtype.itemsize == 1:
-            part = part.to(left.dtype)
+            part = part.to(fine)
         if part.is_cpu:
             sums = [here @ part, here.abs() @ part.abs()]
             sums += [here.abs().square() @ part.abs().square()] if wants_squares else []
         else:  # one row: in few launches, and the sums of products without a copy of B
-            terms = here.mT * part
+            terms = torch.addcmul(_number(0.0, fine, part.device).view(1, 1), here.mT, part)
             sums = [terms.sum(0, keepdim=True), torch.linalg.vector_norm(terms, 1, 0, keepdim=True)]
             sums += [_norm(terms, 0).square()] if wants_squares else []
         found = [a + b for a, b in zip(found, sums, strict=True)] if found else sums

@@ -341,11 +341,11 @@ class Checksum(Finds[WrongProduct]):
         """Compute the most suspected row, and leave it on the device."""
         product = expected.product
         height, batched = product.lhs.shape[-2], product.lhs.dim() > 2
-        scores = seen.rows()
+        limit = SCREEN * self._sigma * seen.deviation
+        scores = seen.rows_at(limit)
         worst, flat = scores.max(0, keepdim=True)
-        batch, row = (flat // height, flat % height) if batched else (None, flat)
-        terms = sums.terms_of(product, output, units, batch, row)
-        figures, limit = self._lots.put([worst, flat]), SCREEN * self._sigma * seen.deviation
+        terms = sums.terms_of(product, output, units, flat // height if batched else None, flat)
+        figures = self._lots.put([worst, flat])
         with self._lock:
             self._waiting.append(_Waiting(call.note(), figures, scores, limit, terms, height, batched, product.turned))
 

@@ -16,9 +16,11 @@ from opintercept._values.read import parameter_of, storage_ref
 REMEMBERED = 1024
 """How many weights and biases have their checksums remembered."""
 
-ColumnSums = tuple[torch.Tensor, torch.Tensor]
+ColumnSums = tuple[Any, ...]
 """Checksums of a matrix, `[*b, k, g]`, and what the norms of rows of lhs are multiplied by for the norms of rows of the
-product, `[*b, 1, g]`; of a bias, its checksums and norms. The factor is that of the first product with a weight."""
+product, `[*b, 1, g]`, as one tensor, or as two and a number to multiply; of a bias, its checksums and norms, or a copy
+of it, both, and whether they are new. The factor is that of the first product with a weight.
+"""
 
 
 class Memory:

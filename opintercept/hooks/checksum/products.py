@@ -44,6 +44,7 @@ class Product(NamedTuple):
     coarse: torch.dtype | None = None  # to which it may round its operands first, as after dequantising
     fast: bool = False  # whether a device may add up float8 products in few bits
     turned: bool = False  # whether lhs and rhs are swapped, because the output has a single column
+    owned: bool = False  # whether the bias is a copy of one row, `[1, n]`
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
