@@ -40,8 +40,8 @@ def run(smoke: bool) -> list[Row]:
     return measured(torch.device("cuda"), [*SIZES][0 if smoke else 1], rounds=1 if smoke else 15)
 
 
-def measured(device: torch.device, size: str, *, rounds: int) -> list[Row]:
-    """Return the rows of one device and one of `SIZES`."""
+def llama(device: torch.device, size: str) -> tuple[Any, torch.Tensor, Callable[[], Any]]:
+    """A model of one of `SIZES`, a prompt, and a step that decodes one token after it."""
     torch.manual_seed(0)
     numbers: dict[str, Any] = dict(zip(_NAMES, SIZES[size], strict=True))
     config = transformers.LlamaConfig(**numbers)
@@ -54,13 +54,20 @@ def measured(device: torch.device, size: str, *, rounds: int) -> list[Row]:
     prompt = torch.randint(0, config.vocab_size, (1, min(512, config.vocab_size)), device=device)
     with torch.no_grad():
         cache = model(prompt, use_cache=True).past_key_values
-    name = f"Llama, {size}"
 
     def decode() -> Any:
         with torch.no_grad():
             logits = model(prompt[:, :1], past_key_values=cache, use_cache=True).logits
             cache.crop(-1)
             return logits
+
+    return model, prompt, decode
+
+
+def measured(device: torch.device, size: str, *, rounds: int) -> list[Row]:
+    """Return the rows of one device and one of `SIZES`."""
+    model, prompt, decode = llama(device, size)
+    name = f"Llama, {size}"
 
     def prefill() -> Any:
         with torch.no_grad():

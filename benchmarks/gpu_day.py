@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.gpu import SIZES, counts, measured, wait
+from benchmarks.gpu import SIZES, counts, llama, measured, wait
 from opintercept import hooks, info, intercept
 from opintercept._native import values as native
 from opintercept._values import content, on_device
@@ -142,11 +142,31 @@ def launches(device: torch.device, small: bool) -> Lines:
 
 
 def costs(device: torch.device, small: bool) -> Lines:
-    """Time, kernels and synchronisations of a Llama under hooks, relative to none."""
+    """Time, kernels and synchronisations of a Llama under hooks, relative to none, and the time of replays."""
+    yield from _replays(device, [*SIZES][0 if small else 1])
     for size in [*SIZES][:1] if small else [*SIZES][1:]:
         for row in measured(device, size, rounds=2 if small else 7):
             took = f"{row.seconds * 1e3:.2f} ms, " if row.seconds else ""
             yield f"{row.program}: {row.configuration}", f"{took}{row.ratio:.2f}"
+
+
+def _replays(device: torch.device, size: str) -> Lines:
+    """Time of a decoding step in a CUDA graph, which replays what `Stats` reads too, and the calls that hooks see."""
+    _, _, decode = llama(device, size)
+    recorder, stats = hooks.Recorder(), hooks.Stats()
+    for name, watched in (("no block", ()), ("Recorder", recorder), ("Stats, graphs=True", stats)):
+        decode()
+        with intercept(watched, graphs=watched is stats):
+            step: Callable[[], Any] = decode  # as there are no graphs on the CPU
+            if device.type == "cuda":
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                    decode()
+                step = graph.replay
+            seconds = _seconds(step, device)
+        yield f"Llama, {size}, a graph of one token: {name}", f"{seconds * 1e6:.1f} us"
+    seen = len(recorder.records), sum(row.calls for row in stats.rows())
+    yield "calls in these graphs", f"{seen[0]} by Recorder, {seen[1]} by Stats"
 
 
 def readers(device: torch.device, small: bool) -> Lines:
