@@ -8,6 +8,7 @@ import faulthandler
 import io
 import json
 import math
+import os
 import sys
 import tempfile
 import warnings
@@ -29,15 +30,15 @@ def network() -> tuple[nn.Sequential, Tensor]:
 
 
 def all_operators() -> Any:
-    """Whether a block that watches all operators launches none, by engine, and what is printed of copies."""
+    """Whether a block that watches all operators launches none, and what is printed of copies, by engine."""
     net, x = network()
     net = net.to("toy")
 
     def program() -> None:
         net(x.to("toy")).sum().backward()
-        torch.zeros(6, 8, device="toy").copy_(x).cpu().sum().item()
+        torch.zeros(6, 8, device="toy").copy_(x).to("toy:1").cpu().sum().item()
 
-    found = {}
+    found, copies = {}, {}
     program()
     for engine in ("kernel", "compiled", "mode"):
         toy_device.counts()
@@ -46,10 +47,11 @@ def all_operators() -> Any:
         with intercept(lambda call: None, ops="all", engine=engine):
             program()
         found[engine] = plain == toy_device.counts()
-    lines = io.StringIO()
-    with intercept(hooks.Print(lines), ops="all", engine="kernel"):
-        program()
-    return found, [line.split(" | ")[0].split(" ", 2)[2] for line in lines.getvalue().splitlines() if "copy" in line]
+        with intercept(hooks.Print(text := io.StringIO()), ops="all", engine=engine):
+            program()
+        lines = [line.split(" | ")[0].split(" ", 2)[2] for line in text.getvalue().splitlines()]
+        copies[engine] = [line for line in lines if "copy" in line]
+    return found, copies
 
 
 def flight() -> Any:
@@ -271,4 +273,5 @@ if __name__ == "__main__":
     faulthandler.enable()
     if "--late" in sys.argv:
         toy_device.take_for_cuda()
-    print(json.dumps(CASES[sys.argv[1]]()))
+    print(json.dumps(CASES[sys.argv[1]]()), flush=True)
+    os._exit(0)  # autograd's thread may still let go of objects of Python, which would abort while Python ends
