@@ -160,7 +160,8 @@ def _send(gathered: Sequence[Late], place: Place) -> None:
 
 ROOM = 1 << 17
 """How many numbers a graph may compute: those of some 10,000 tensors."""
-_SPARE = 1 << 10  # more than hooks take at once
+SPARE = 1 << 10
+"""More of them than hooks take at once."""
 
 
 class GraphResults:
@@ -187,7 +188,7 @@ class GraphResults:
     @property
     def is_full(self) -> bool:
         """Whether another tensor may have no room. Those of which hooks have begun to read parts still have."""
-        return self._size > ROOM - _SPARE
+        return self._size > ROOM - SPARE
 
     def end(self) -> None:
         """Let the graph write its table, as the last of what it captures."""

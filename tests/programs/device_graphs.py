@@ -190,7 +190,7 @@ def edges() -> Any:
     unfinished.capture_end()
     found["no room"] = {}
     whole = late.ROOM
-    for case, room, memory in (("memory", whole, whole), ("table", late._SPARE + 1, -1)):
+    for case, room, memory in (("memory", whole, whole), ("table", late.SPARE + 1, -1)):
         late.ROOM = room
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
