@@ -178,10 +178,12 @@ PyObject* opintercept::as_found(const Sums& sums, PyObject* hash, PyObject* powe
   return tuple_of<6>({added, PyFloat_FromDouble(-sums.low), PyFloat_FromDouble(sums.high), hash, powers, channels});
 }
 
-bool opintercept::read_sums(const at::Tensor& tensor, const Target* target, bool hashed, Sums& sums, uint64_t& hash) {
+bool opintercept::read_sums(
+    const at::Tensor& tensor, const Target* target, bool hashed, bool zeros, Sums& sums, uint64_t& hash) {
   Request request;
   request.target = target;
   request.hash = hashed;
+  request.zeros = zeros;
   Layout layout;
   if (!layout.describe(tensor, request.in_order(), request.takes_whole())) {
     return false;

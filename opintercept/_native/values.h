@@ -24,7 +24,7 @@ PyObject* wrapped(const at::Tensor& tensor);
 bool as_tensor(PyObject* value, at::Tensor& tensor);
 
 // These return false for a tensor that they cannot read.
-bool read_sums(const at::Tensor& tensor, const Target* target, bool hashed, Sums& sums, uint64_t& hash);
+bool read_sums(const at::Tensor& tensor, const Target* target, bool hashed, bool zeros, Sums& sums, uint64_t& hash);
 bool find_range(const at::Tensor& tensor, Ends& ends);
 
 // What `values.read` returns. Takes over the references; null if one of them is.

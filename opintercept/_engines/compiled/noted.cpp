@@ -232,7 +232,7 @@ struct Call {
     Values& found = part.values[role];
     const Plan& plan = part.plan();
     const Target* target = plan.has_target ? &plan.target : nullptr;
-    found.known = read_sums(tensor, target, plan.hashed, found.sums, found.hash);
+    found.known = read_sums(tensor, target, plan.hashed, !part.records_alone(), found.sums, found.hash);
     return found.known;
   }
 

@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <type_traits>
 #include <vector>
 
@@ -78,53 +79,80 @@ struct Format : F {
   }
 };
 
-// A number of the same order as the value: -NaN < -Inf < -1 < -0.0 < 0.0 < 1 < Inf < NaN. It is its own inverse.
-template <typename F, typename V>
-inline V ordered(V bits) {
-  return bits ^ ((bits >> (8 * static_cast<int>(sizeof(typename F::Bits)) - 1)) & F::MAX);
-}
-
-// The range of values as `ordered` numbers, and how many are zero.
+// The range of values by their bits, and how many are NaN or infinite.
 template <typename F>
 struct Range {
-  typename F::Bits low = F::MAX, high = -F::MAX - 1;
-  int64_t zeros = 0, nan = 0, odd = 0; // odd: NaN or infinite
+  using Bits = typename F::Bits;
+  using Unsigned = typename F::Unsigned;
+  Unsigned least = std::numeric_limits<Unsigned>::max(), most = 0;
+  Bits top = std::numeric_limits<Bits>::min();
+  int64_t nan = 0, odd = 0; // odd: NaN or infinite
 
+  bool all_below(Bits limit) const { // whether all magnitudes are
+    return top < limit && (static_cast<Bits>(most) >= 0 || (static_cast<Bits>(most) & F::MAX) < limit);
+  }
   bool finite() const {
-    return high < F::INF && low > ~F::INF;
+    return all_below(F::INF);
   }
   bool has_nan() const {
-    return high > F::INF || low < ~F::INF;
+    return !all_below(F::INF + 1);
+  }
+  // -0.0 is below 0.0. The bits of negative numbers are in the opposite order, and without a sign above all others.
+  double low() const {
+    return F::value(static_cast<Bits>(static_cast<Bits>(most) < 0 ? most : least));
+  }
+  double high() const {
+    return F::value(top >= 0 ? top : static_cast<Bits>(least));
+  }
+};
+
+// The same of vectors of values.
+template <typename F, int N>
+struct Ranges {
+  using V = Vec<typename F::Bits, N>;
+  using U = Vec<typename F::Unsigned, N>;
+  U least = ~U{}, most{};
+  V top = V{} + std::numeric_limits<typename F::Bits>::min();
+
+  void add(V bits) {
+    add(bits, same_bits<U>(bits), same_bits<U>(bits));
+  }
+  void add(V for_top, U for_least, U for_most) {
+    least = for_least < least ? for_least : least;
+    most = for_most > most ? for_most : most;
+    top = for_top > top ? for_top : top;
+  }
+  void put(Range<F>& range) const {
+    for (int i = 0; i < N; i++) {
+      range.least = std::min<typename F::Unsigned>(range.least, least[i]);
+      range.most = std::max<typename F::Unsigned>(range.most, most[i]);
+      range.top = std::max<typename F::Bits>(range.top, top[i]);
+    }
   }
 };
 
 // `masked`: take finite values only, and count the others.
-template <typename F, int N, bool masked, bool zeros>
+template <typename F, int N, bool masked>
 inline int64_t range_of(const typename F::Bits* from, int64_t at, int64_t count, Range<F>& range) {
-  using Bits = typename F::Bits;
-  using V = Vec<Bits, N>;
-  V low = V{} + F::MAX, high = ~low, zero{}, nan{}, odd{};
+  Ranges<F, N> ranges;
+  using V = typename decltype(ranges)::V;
+  using U = typename decltype(ranges)::U;
+  V nan{}, odd{};
   for (; at + N <= count; at += N) {
-    V bits = load<V>(from + at), key = ordered<F>(bits);
-    if constexpr (zeros) {
-      zero -= (bits & F::MAX) == 0;
-    }
+    V bits = load<V>(from + at);
     if constexpr (masked) {
       V is_odd = (bits & F::MAX) >= F::INF;
       odd -= is_odd;
       nan -= (bits & F::MAX) > F::INF;
-      V below = is_odd ? V{} + F::MAX : key, above = is_odd ? ~(V{} + F::MAX) : key;
-      low = below < low ? below : low;
-      high = above > high ? above : high;
+      V least = bits | is_odd, most = bits & ~is_odd;
+      V top = most | (is_odd & std::numeric_limits<typename F::Bits>::min());
+      ranges.add(top, same_bits<U>(least), same_bits<U>(most));
     } else {
-      low = key < low ? key : low;
-      high = key > high ? key : high;
+      ranges.add(bits);
     }
   }
+  ranges.put(range);
   for (int i = 0; i < N; i++) {
-    range.low = std::min<Bits>(range.low, low[i]);
-    range.high = std::max<Bits>(range.high, high[i]);
-    range.zeros += zero[i];
     range.nan += nan[i];
     range.odd += odd[i];
   }
@@ -132,17 +160,29 @@ inline int64_t range_of(const typename F::Bits* from, int64_t at, int64_t count,
 }
 
 // Of at most BLOCK values, since lanes of 16 bits count.
-template <typename F, bool masked, bool zeros = true>
+template <typename F, bool masked>
 inline Range<F> range_of(const typename F::Bits* from, int64_t count) {
   Range<F> range;
   int64_t at = 0;
   if (count >= F::LANES) {
-    at = range_of<F, F::LANES, masked, zeros>(from, 0, count, range);
+    at = range_of<F, F::LANES, masked>(from, 0, count, range);
   }
   if (at < count) {
-    range_of<F, 1, masked, zeros>(from, at, count, range);
+    range_of<F, 1, masked>(from, at, count, range);
   }
   return range;
+}
+
+template <typename F, int N>
+inline int64_t count_zeros(const typename F::Bits* from, int64_t at, int64_t count, int64_t& zeros) {
+  Vec<typename F::Bits, N> found{};
+  for (; at + N <= count; at += N) {
+    found -= (load<Vec<typename F::Bits, N>>(from + at) & F::MAX) == 0;
+  }
+  for (int i = 0; i < N; i++) {
+    zeros += found[i];
+  }
+  return at;
 }
 
 // The sum of the distances from a number, and that of their squares.
@@ -150,14 +190,22 @@ struct Moments {
   double total = 0, squares = 0;
 };
 
-template <typename F, int N, int UNROLL, bool masked>
-inline int64_t moments_of(const typename F::Bits* from, int64_t at, int64_t count, double around, Moments& moments) {
+enum class Take { ALL, RANGE, FINITE }; // values: all of them, with their range, or those that are finite
+
+template <typename F, int N, int UNROLL, Take take>
+inline int64_t moments_of(
+    const typename F::Bits* from, int64_t at, int64_t count, double around, Moments& moments, Range<F>& range) {
   using V = Vec<double, N>;
+  constexpr int LANES = std::min(F::LANES, N * UNROLL);
+  Ranges<F, LANES> ranges;
   std::array<V, UNROLL> total{}, squares{}; // several, since an addition takes as long as four others can begin
   for (; at + N * UNROLL <= count; at += N * UNROLL) {
+    for (int i = 0; take == Take::RANGE && i < N * UNROLL; i += LANES) {
+      ranges.add(load<typename decltype(ranges)::V>(from + at + i));
+    }
     for (int i = 0; i < UNROLL; i++) {
-      V value = F::template widen<N>(from + at + i * N), apart = value - around;
-      if constexpr (masked) {
+      V value = F::template widen<N>(from + at + i * N), apart = take == Take::RANGE ? value : value - around;
+      if constexpr (take == Take::FINITE) {
         auto finite = (same_bits<Vec<int64_t, N>>(value) & INT64_MAX) < Format<Float64>::INF;
         apart = same_bits<V>(same_bits<Vec<int64_t, N>>(apart) & finite);
       }
@@ -173,21 +221,24 @@ inline int64_t moments_of(const typename F::Bits* from, int64_t at, int64_t coun
     moments.total += total[0][i];
     moments.squares += squares[0][i];
   }
+  if constexpr (take == Take::RANGE) {
+    ranges.put(range);
+  }
   return at;
 }
 
-template <typename F, bool masked>
-inline Moments moments_of(const typename F::Bits* from, int64_t count, double around) {
+template <typename F, Take take>
+inline Moments moments_of(const typename F::Bits* from, int64_t count, double around, Range<F>& range) {
   Moments moments;
   int64_t at = 0;
   if (count >= 4 * DOUBLES) {
-    at = moments_of<F, DOUBLES, 4, masked>(from, at, count, around, moments);
+    at = moments_of<F, DOUBLES, 4, take>(from, at, count, around, moments, range);
   }
   if (at + DOUBLES <= count) {
-    at = moments_of<F, DOUBLES, 1, masked>(from, at, count, around, moments);
+    at = moments_of<F, DOUBLES, 1, take>(from, at, count, around, moments, range);
   }
   if (at < count) {
-    moments_of<F, 1, 1, masked>(from, at, count, around, moments);
+    moments_of<F, 1, 1, take>(from, at, count, around, moments, range);
   }
   return moments;
 }
@@ -210,34 +261,38 @@ inline int64_t count_misfits(
 }
 
 template <typename F>
-inline Sums sums_of(const typename F::Bits* from, int64_t count, const Target* target) {
+inline Sums sums_of(const typename F::Bits* from, int64_t count, const Request& request) {
   Sums sums;
-  Range<F> range = range_of<F, false>(from, count);
-  bool masked = !range.finite();
+  Range<F> range;
+  Moments moments = moments_of<F, Take::RANGE>(from, count, 0, range);
+  const bool masked = !range.finite();
   if (masked) {
     range = range_of<F, true>(from, count);
+    moments = moments_of<F, Take::FINITE>(from, count, 0, range);
   }
   sums.count = count;
   sums.finite = count - range.odd;
   sums.nan = range.nan;
-  sums.zeros = range.zeros;
+  if (request.zeros) {
+    int64_t at = count_zeros<F, F::LANES>(from, 0, count, sums.zeros);
+    count_zeros<F, 1>(from, at, count, sums.zeros);
+  }
   sums.overflow = range.odd - range.nan;
   if (sums.finite == 0) {
     return sums;
   }
-  sums.low = F::value(ordered<F>(range.low));
-  sums.high = F::value(ordered<F>(range.high));
+  sums.low = range.low();
+  sums.high = range.high();
   auto finite = static_cast<double>(sums.finite);
-  auto around = [&](double number) {
-    return masked ? moments_of<F, true>(from, count, number) : moments_of<F, false>(from, count, number);
-  };
-  Moments moments = around(0);
   sums.total = moments.total;
   sums.spread = std::isfinite(moments.squares) ? moments.squares - moments.total * moments.total / finite : INFINITY;
   if (sums.spread * 1e4 < moments.squares) { // the difference has lost digits
-    moments = around(sums.total / finite);
+    const double mean = sums.total / finite;
+    moments = masked ? moments_of<F, Take::FINITE>(from, count, mean, range)
+                     : moments_of<F, Take::ALL>(from, count, mean, range);
     sums.spread = std::max(0.0, moments.squares - moments.total * moments.total / finite);
   }
+  const Target* target = request.target;
   if (target != nullptr) {
     sums.overflow = 0;
     int64_t at = count_misfits<F, DOUBLES>(from, 0, count, *target, sums);
@@ -299,29 +354,59 @@ uint64_t factor(int64_t block, bool of_rows) {
   return splitmix64(2 * static_cast<uint64_t>(block) + of_rows + (uint64_t{1} << 32)) | 1;
 }
 
-const uint64_t* weights(bool of_rows) {
-  static const std::vector<uint64_t> all = [] {
-    std::vector<uint64_t> made(2 * HASH_BLOCK);
-    for (uint64_t i = 0; i < made.size(); i++) {
-      made[i] = splitmix64(2 * (i % HASH_BLOCK) + i / HASH_BLOCK + (uint64_t{1} << 40));
+// Weights, whole and in two parts, of which the lower one has a sign.
+struct Weights {
+  alignas(WIDTH) std::array<int32_t, HASH_BLOCK> upper, lower;
+  std::array<uint64_t, HASH_BLOCK> whole; // is loaded with the last lower part
+};
+
+const Weights& weights(bool of_rows) {
+  static const auto all = [] {
+    auto made = std::make_unique<Weights[]>(2);
+    for (uint64_t i = 0; i < 2 * HASH_BLOCK; i++) {
+      uint64_t at = i % HASH_BLOCK, weight = splitmix64(2 * at + i / HASH_BLOCK + (uint64_t{1} << 40));
+      Weights& to = made[i / HASH_BLOCK];
+      to.whole[at] = weight;
+      to.lower[at] = static_cast<int32_t>(weight);
+      to.upper[at] = static_cast<int32_t>((weight - static_cast<uint64_t>(int64_t{to.lower[at]})) >> 32);
     }
     return made;
   }();
-  return all.data() + of_rows * HASH_BLOCK;
+  return all[of_rows];
 }
 
 template <typename Bits>
-inline uint64_t weighted(const Bits* from, const uint64_t* by, int64_t count) {
-  uint64_t sum = 0, upper = 0;
-  for (int64_t i = 0; i < count; i++) {
+inline uint64_t weighted(const Bits* from, const Weights& by, int64_t first, int64_t count) {
+  const uint64_t* whole = by.whole.data() + first;
+  uint64_t sum = 0, high = 0;
+  int64_t i = 0;
+#ifdef __AVX2__
+  if constexpr (sizeof(Bits) <= 4) {
+    constexpr int N = WIDTH / 4;
+    using Wide = Vec<uint64_t, N / 2>;
+    Wide even{}, odd{};
+    Vec<uint32_t, N> above{};
+    const int32_t *lower = by.lower.data() + first, *upper = by.upper.data() + first;
+    for (; i + N <= count; i += N) {
+      auto values = sign_extended<N>(from + i);
+      auto next = same_bits<Vec<int32_t, N>>(same_bits<Wide>(values) >> 32);
+      even += multiplied_evens<N>(values, load<Vec<int32_t, N>>(lower + i));
+      odd += multiplied_evens<N>(next, load<Vec<int32_t, N>>(lower + i + 1));
+      above += same_bits<Vec<uint32_t, N>>(values) * load<Vec<uint32_t, N>>(upper + i);
+    }
+    auto pairs = same_bits<Wide>(above);
+    sum = added<N / 2>(even + odd + ((pairs + (pairs >> 32)) << 32));
+  }
+#endif
+  for (; i < count; i++) {
     if constexpr (sizeof(Bits) == 8) { // an element of 64 bits has two lanes
-      sum += static_cast<uint64_t>(static_cast<int64_t>(static_cast<int32_t>(from[i]))) * by[i];
-      upper += static_cast<uint64_t>(from[i] >> 32) * by[i];
+      sum += static_cast<uint64_t>(static_cast<int64_t>(static_cast<int32_t>(from[i]))) * whole[i];
+      high += static_cast<uint64_t>(from[i] >> 32) * whole[i];
     } else {
-      sum += static_cast<uint64_t>(static_cast<int64_t>(from[i])) * by[i];
+      sum += static_cast<uint64_t>(static_cast<int64_t>(from[i])) * whole[i];
     }
   }
-  return sizeof(Bits) == 8 ? sum * splitmix64(2) + upper * splitmix64(3) : sum;
+  return sizeof(Bits) == 8 ? sum * splitmix64(2) + high * splitmix64(3) : sum;
 }
 
 // Call `use(values, row, column, count)` for values that begin at a place in a matrix, each time in one row and block.
@@ -344,8 +429,8 @@ inline void each_row(const Bits* from, int64_t at, int64_t count, const Matrix& 
 // What some values of a row add to the hash.
 template <typename Bits>
 inline uint64_t hash_of(const Bits* from, int64_t row, int64_t column, int64_t count, const Matrix& matrix) {
-  uint64_t sum = weighted(from, weights(matrix.swapped) + column % HASH_BLOCK, count);
-  sum *= weights(!matrix.swapped)[row % HASH_BLOCK];
+  uint64_t sum = weighted(from, weights(matrix.swapped), column % HASH_BLOCK, count);
+  sum *= weights(!matrix.swapped).whole[row % HASH_BLOCK];
   int64_t size = matrix.height * matrix.width;
   if (size > SMALL && (matrix.height > HASH_BLOCK || matrix.width > HASH_BLOCK || size > PIECE)) {
     sum *= factor(row / HASH_BLOCK, !matrix.swapped) * factor(column / HASH_BLOCK, matrix.swapped);
@@ -486,7 +571,7 @@ void read_all(const Layout& layout, const Request& request, int workers, Answer&
   auto chunks = static_cast<size_t>((layout.count + CHUNK - 1) / CHUNK);
   if (chunks <= 1 && !request.powers && !request.in_order()) { // allocates nothing
     each_block<typename F::Bits>(layout, 0, [&](const auto* from, int64_t, int64_t count) {
-      add(answer.sums, sums_of<F>(from, count, request.target));
+      add(answer.sums, sums_of<F>(from, count, request));
     });
     repeat(answer.sums, layout.repeats);
     return;
@@ -499,7 +584,7 @@ void read_all(const Layout& layout, const Request& request, int workers, Answer&
   }
   run(chunks_of(layout), workers, [&](int64_t chunk, int worker) {
     each_block<typename F::Bits>(layout, chunk, [&](const auto* from, int64_t at, int64_t count) {
-      add(sums[chunk], sums_of<F>(from, count, request.target));
+      add(sums[chunk], sums_of<F>(from, count, request));
       found[worker].add(from, at, count, layout.matrix, request);
     });
   });
@@ -554,17 +639,19 @@ Ends ends_of(const Layout& layout, int workers) {
   std::vector<Range<F>> ranges(static_cast<size_t>(workers));
   run(chunks_of(layout), workers, [&](int64_t chunk, int worker) {
     each_block<typename F::Bits>(layout, chunk, [&](const auto* from, int64_t, int64_t count) {
-      Range<F> range = range_of<F, false, false>(from, count);
-      ranges[worker].low = std::min(ranges[worker].low, range.low);
-      ranges[worker].high = std::max(ranges[worker].high, range.high);
+      Range<F> range = range_of<F, false>(from, count), &all = ranges[worker];
+      all.least = std::min(all.least, range.least);
+      all.most = std::max(all.most, range.most);
+      all.top = std::max(all.top, range.top);
     });
   });
   Range<F> all;
   for (const auto& range : ranges) {
-    all.low = std::min(all.low, range.low);
-    all.high = std::max(all.high, range.high);
+    all.least = std::min(all.least, range.least);
+    all.most = std::max(all.most, range.most);
+    all.top = std::max(all.top, range.top);
   }
-  return all.has_nan() ? Ends{} : Ends{F::value(ordered<F>(all.low)), F::value(ordered<F>(all.high))};
+  return all.has_nan() ? Ends{} : Ends{all.low(), all.high()};
 }
 
 // Call `use(Format<...>())` for the layout's dtype, unless there are no values.

@@ -45,6 +45,7 @@ struct Matrix {
 struct Request {
   const Target* target = nullptr;
   bool powers = false, channels = false, hash = false;
+  bool zeros = true; // whether to count them
 
   bool in_order() const { // whether it matters where a value is
     return channels || hash;

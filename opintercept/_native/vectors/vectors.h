@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <cstring>
 
@@ -69,6 +70,50 @@ inline Vec<uint32_t, N> zero_extended(const int16_t* from) {
 #endif
   return __builtin_convertvector(load<Vec<uint16_t, N>>(from), Vec<uint32_t, N>);
 }
+
+#ifdef __AVX2__
+
+// N values of at most 32 bits that fill a register.
+template <int N, typename T>
+inline Vec<int32_t, N> sign_extended(const T* from) {
+  auto loaded = load<Vec<T, N>>(from);
+  if constexpr (sizeof(T) == 4) {
+    return loaded;
+#ifdef __AVX512F__
+  } else if constexpr (sizeof(T) == 2) {
+    return same_bits<Vec<int32_t, N>>(_mm512_cvtepi16_epi32(same_bits<__m256i>(loaded)));
+  } else {
+    return same_bits<Vec<int32_t, N>>(_mm512_cvtepi8_epi32(same_bits<__m128i>(loaded)));
+#else
+  } else if constexpr (sizeof(T) == 2) {
+    return same_bits<Vec<int32_t, N>>(_mm256_cvtepi16_epi32(same_bits<__m128i>(loaded)));
+  } else {
+    return same_bits<Vec<int32_t, N>>(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#endif
+  }
+}
+
+// The products in 64 bits of every second value.
+template <int N>
+inline Vec<uint64_t, N / 2> multiplied_evens(Vec<int32_t, N> a, Vec<int32_t, N> b) {
+#ifdef __AVX512F__
+  return same_bits<Vec<uint64_t, N / 2>>(_mm512_mul_epi32(same_bits<__m512i>(a), same_bits<__m512i>(b)));
+#else
+  return same_bits<Vec<uint64_t, N / 2>>(_mm256_mul_epi32(same_bits<__m256i>(a), same_bits<__m256i>(b)));
+#endif
+}
+
+template <int N>
+inline uint64_t added(Vec<uint64_t, N> values) {
+  if constexpr (N == 1) {
+    return values[0];
+  } else {
+    auto halves = same_bits<std::array<Vec<uint64_t, N / 2>, 2>>(values);
+    return added<N / 2>(halves[0] + halves[1]);
+  }
+}
+
+#endif
 
 template <int N>
 inline Vec<float, N> from_half(const int16_t* from) {
