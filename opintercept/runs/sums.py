@@ -111,22 +111,37 @@ def _reduced(name: str, column: Array, starts: Array) -> Array:
 Learn = Callable[[StoredCallSite, CallSignature], Sequence[float]]
 
 
+class CodeNumbers:
+    """Numbers codes from 0, as they come."""
+
+    def __init__(self) -> None:
+        self._codes, self._numbers = np.zeros((2, 0), np.int64)  # in the order of the codes
+
+    def of(self, codes: Array) -> tuple[Array, Array]:
+        """The numbers of codes, and the places of those that are new, each once and in the order of their numbers."""
+        places = np.searchsorted(self._codes, codes)
+        lacking = np.flatnonzero(np.append(self._codes, -1)[places] != codes)
+        if not len(lacking):
+            return self._numbers[places], lacking
+        new, firsts = np.unique(codes[lacking], return_index=True)
+        at = np.searchsorted(self._codes, new)
+        self._numbers = np.insert(self._numbers, at, len(self._codes) + np.argsort(np.argsort(firsts)))
+        self._codes = np.insert(self._codes, at, new)
+        return self._numbers[np.searchsorted(self._codes, codes)], lacking[np.sort(firsts)]
+
+
 class KindNumbers:
     """Numbers the kinds of a process's calls, the distinct (call site, signature) pairs, as they come."""
 
     def __init__(self, columns: Columns) -> None:
         self._signatures = columns.signatures
-        self._known: dict[int, int] = {}
+        self._kinds = CodeNumbers()
 
     def of(self, chunk: Arrays) -> tuple[Array, list[tuple[int, int]]]:
         """The kinds of the calls of a chunk, and the call sites and signatures of those kinds that are new."""
         codes = chunk["site"].astype(np.int64) * self._signatures + chunk["look"]
-        found, firsts, inverse = np.unique(codes, return_index=True, return_inverse=True)
-        known = len(self._known)
-        for code in codes[np.sort(firsts)].tolist():
-            self._known.setdefault(code, len(self._known))
-        new = [divmod(code, self._signatures) for code in list(self._known)[known:]]
-        return np.array([self._known[code] for code in found.tolist()], np.int32)[inverse], new
+        numbers, new = self._kinds.of(codes)
+        return numbers, [divmod(code, self._signatures) for code in codes[new].tolist()]
 
 
 class CallKinds:

@@ -44,6 +44,7 @@ from opintercept.runs.compare.values import Comparer, TensorErrors
 from opintercept.runs.store.codec import StoredCall
 from opintercept.runs.store.columns import CHUNK, FIGURES, ROLES, SLOTS, Array, Arrays, Columns
 from opintercept.runs.store.run import Run
+from opintercept.runs.sums import CodeNumbers
 
 _BATCH = 256  # calls that are read whole together
 _PIECE = 1 << 14  # calls whose statistics are read together
@@ -90,10 +91,10 @@ class ProcessPair:
         self._metadata = np.zeros(len(a), bool)
         self._relative = np.full(len(a), -1.0)
         self._keys = np.full(len(a), -1, np.int32)
-        self._key_numbers: dict[int, int] = {}
+        self._key_numbers = CodeNumbers()
         # For each such number the modules of both and the phase, how many pairs have it, and the first that differs.
         self._modules: list[tuple[int, int, int]] = []
-        self._sizes: list[int] = []
+        self._sizes = np.zeros(0, np.int64)
         self._firsts: dict[int, int] = {}  # in their order
         self._histories = Histories()
         self.elapsed: tuple[list[float], list[float]] = ([], [])  # host times of the calls in A and B
@@ -131,16 +132,11 @@ class ProcessPair:
         kind_a, kind_b = a.kind[numbers], b.kind[others]
         self._by[numbers] = by = np.minimum(a.by[kind_a], b.by[kind_b])
         self._own_kind[numbers] = np.where(by == BY.index("nothing"), _NOT_COMPARED, _EQUAL)
-        codes, firsts, inverse, sizes = np.unique(
-            (a.key[kind_a] << 32) | b.key[kind_b], return_index=True, return_inverse=True, return_counts=True
-        )
-        keys = [self._key_numbers.setdefault(code, len(self._key_numbers)) for code in codes.tolist()]
-        for key, one, other, size in zip(keys, kind_a[firsts], kind_b[firsts], sizes.tolist(), strict=True):
-            if key == len(self._modules):
-                self._modules.append((a.module[one], b.module[other], a.phase[one]))
-                self._sizes.append(0)
-            self._sizes[key] += size
-        self._keys[numbers] = np.array(keys, np.int32)[inverse]
+        keys, new = self._key_numbers.of((a.key[kind_a] << 32) | b.key[kind_b])
+        self._modules += zip(a.module[kind_a[new]], b.module[kind_b[new]], a.phase[kind_a[new]], strict=True)
+        self._keys[numbers] = keys
+        sizes = np.bincount(keys, minlength=len(self._modules))
+        self._sizes = np.pad(self._sizes, (0, len(new))) + sizes
         left = rows.take(~self._same(rows, a.fingerprint[kind_a] == b.fingerprint[kind_b]))
         if not len(left.numbers):
             return

@@ -57,17 +57,17 @@ class Histories:
         else:
             self._same[_NUMBERS.index(number)] += np.bincount(keys[equal.all(0)], minlength=len(self._varies))
 
-    def constant(self, order: Sequence[int], calls: Sequence[int]) -> Array:
+    def constant(self, order: Sequence[int], calls: Array) -> Array:
         """Find operands that stay the same over a module's calls while all outputs that differed before it varied.
 
         Args:
             order: The keys in the order in which they first differ.
             calls: How many calls each key has.
         """
-        keys, sizes = np.array(order), np.array(calls)
+        keys = np.array(order)
         varied = np.r_[True, np.logical_and.accumulate(self._varies[keys])[:-1]]
-        keys = keys[varied & (sizes[keys] > 1)]
+        keys = keys[varied & (calls[keys] > 1)]
         found = np.zeros(len(calls), np.uint8)
         for number, same in zip(_NUMBERS, self._same, strict=True):
-            found[keys] |= np.where(same[keys] == sizes[keys], np.uint8(number), np.uint8(0))
+            found[keys] |= np.where(same[keys] == calls[keys], np.uint8(number), np.uint8(0))
         return found

@@ -56,6 +56,7 @@ class Index:
         self._ids = ids
         self._names: list[tuple[str | None, str, str, str, str | None]] = []  # of each kind; the family comes second
         self._numbers: list[tuple[int, ...]] = []  # shape, signature, call site, fingerprint, by, unhashed, chosen
+        self._of_signatures: dict[int, tuple[int, int, bool]] = {}  # fingerprint, by, unhashed
         by_name = select is not None and getattr(select, "by_name", False)
         kinds = KindNumbers(columns)
         starts, steps = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
@@ -98,11 +99,13 @@ class Index:
         operands = (lhs and lhs.shape, rhs and rhs.shape) if record.gemm is None else record.gemm[:4]
         names = module_name(call_site.module), family(record), operator_name(record.op), phase, call_site.grad_of
         self._names.append(names)
-        known, by = fingerprint(signature.template)
-        unhashed = not all(hashed for _, hashed in signature.roles.values())
+        if signature_number not in self._of_signatures:
+            unhashed = not all(hashed for _, hashed in signature.roles.values())
+            self._of_signatures[signature_number] = *fingerprint(signature.template), unhashed
         chosen = select is None or select(signature.record_at(call_site))
         shape = self._ids("shape", phase, family(record), operands)
-        self._numbers.append((shape, signature_number, call_site_number, known, by, unhashed, chosen))
+        of_signature = self._of_signatures[signature_number]
+        self._numbers.append((shape, signature_number, call_site_number, *of_signature, chosen))
 
     def number(self, model: str) -> None:
         """Number keys, families and modules, with the class of a model (see `first_models`) before plain names."""
@@ -165,7 +168,7 @@ class Pairs:
             changed = [np.flatnonzero(a.inputs[i] != b.inputs[j])[:_SOME] for i, j in pairs]
             own = np.concatenate([a.inputs[i[some]] for (i, _), some in zip(pairs, changed, strict=True)])[:_SOME]
             others = np.concatenate([b.inputs[j[some]] for (_, j), some in zip(pairs, changed, strict=True)])[:_SOME]
-            if not np.isin(own, others[others != 0]).any():
+            if {*own.tolist()}.isdisjoint({*others.tolist()} - {0}):
                 self.of_a[in_a], self.alone_b[in_b], self.how[in_a] = in_b, False, how
                 return
         how = how or 1

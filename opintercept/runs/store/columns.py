@@ -7,6 +7,7 @@ however long the tables are. Needs numpy. Must not import torch.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import weakref
@@ -14,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -56,11 +57,13 @@ NUMBERS = (*PLACES, *VALUES)
 FLAGS = tuple(f"has_{name}" for name in TEXTS)
 MORE = tuple(name for name in FORMATS if name not in (*PLACES, "phase", "grad_of"))
 """The fields that have been added to records."""
-CHUNK = 1 << 16  # calls that are read together
+CHUNK = 1 << 14  # calls that are read together
+_CHECKED = 1 << 16  # records that are checked together
 MAX_SHARED = 1 << 28  # bytes of the texts that calls share
 _BLOCK, _BLOCKS = 1 << 12, 64  # records that are read together where few are wanted, and how many of these are kept
 _KNOWN = 1 << 12  # signatures that are remembered
 _BATCH = 256  # calls that are made together
+_NONE = (1 << 32) - 1  # the number before that of the first record
 _OPTIONAL = ("forward", "grad_of", "started", "thread", "elapsed", "pad")
 _KINDS = ("<u8", "<i8", "<f8", "<u4", "|u1", "|i1")
 _BLANK = np.array([(0, 0, 0, 0, *[math.nan] * len(FIGURES))], TENSOR)
@@ -84,6 +87,9 @@ class RecordTable:
     They have the dtype of the program that wrote them.
     """
 
+    _numbers = itertools.count()
+    _blocks: ClassVar[OrderedDict[tuple[int, int], Array]] = OrderedDict()  # of all tables, since many may be open
+
     def __init__(self, path: Path, dtype: Any, more: Array) -> None:
         self.path = path
         self._size, self._descriptor = 0, -1
@@ -93,7 +99,7 @@ class RecordTable:
             self._descriptor = os.dup(file.fileno())
             self.close = weakref.finalize(self, os.close, self._descriptor)
         self._dtype, self._more = dtype, more
-        self._blocks: OrderedDict[int, Array] = OrderedDict()
+        self._number = next(self._numbers)
 
     def __len__(self) -> int:
         return self._size + len(self._more)
@@ -120,18 +126,20 @@ class RecordTable:
             return np.empty(0, self._dtype)
         first, end = int(numbers.min()), int(numbers.max()) + 1
         if end - first <= 4 * len(numbers) + _BLOCK:
-            return np.asarray(self.read(first, end)[numbers - first])
+            made = self.read(first, end)
+            in_a_row = len(made) == len(numbers) and (numbers[1:] > numbers[:-1]).all()
+            return made if in_a_row else np.asarray(made[numbers - first])
         made = np.empty(len(numbers), self._dtype)
         blocks = numbers // _BLOCK
         order = np.argsort(blocks, kind="stable")
         for piece in np.split(order, np.flatnonzero(np.diff(blocks[order])) + 1):
-            block = int(blocks[piece[0]])
-            known = self._blocks.get(block)
+            start = int(blocks[piece[0]]) * _BLOCK
+            known = self._blocks.get((self._number, start))
             if known is None:
-                known = self._blocks[block] = self.read(block * _BLOCK, min((block + 1) * _BLOCK, len(self)))
+                known = self._blocks[self._number, start] = self.read(start, min(start + _BLOCK, len(self)))
                 if len(self._blocks) > _BLOCKS:
                     self._blocks.popitem(last=False)
-            made[piece] = known[numbers[piece] - block * _BLOCK]
+            made[piece] = known[numbers[piece] - start]
         return made
 
 
@@ -163,31 +171,38 @@ class Columns:
             _refuse_ruin(self._tensors.path, wrong)
             bad = np.append(bad, np.flatnonzero(wrong) + start + 1)
         texts = self._damaged_texts()
-        codes = np.zeros(0, np.int64)
+        known = np.zeros(len(self._sites.numbers) << 4, bool)
         lost: list[Array] = []
         for start, records in _pieces(self._calls, len(self._calls)):
             right = records["check"] == checks_of(records)
             _refuse_ruin(self._calls.path, ~right)
-            right &= self._lines.has(records["signature"]) & self._sites.has(records["site"])
-            for slot in SLOTS:
-                right &= records[slot] <= len(self._tensors)
-                right &= ~np.isin(records[slot], bad) if len(bad) else True
-            right &= records["text"] <= self._texts_size + len(self._flight_texts)
-            right &= (records["text"] > 0) | (records["has"] == 0)
-            right &= ~np.isin(records["text"], texts) if len(texts) else True
-            for name in ("index", "step", "phase"):
-                right &= records[name] >= (name == "phase")
-            for name, choices in CHOICES.items():
-                right &= _field(records, name) < len(choices)
-            codes = np.union1d(codes, _codes_of(records[right]))
+            for at in range(0, len(records), _BLOCK):  # a processor's cache has room for these
+                block, whole = records[at : at + _BLOCK], right[at : at + _BLOCK]
+                whole &= self._names_what_is_there(block, bad, texts)
+                known[self._codes_of(block)[whole]] = True
             lost.append(np.flatnonzero(~right) + start)
-        self._codes = codes
-        self._call_sites = [self._call_site(code) for code in codes.tolist()]
-        self.call_sites = len(codes)
+        self._codes = np.flatnonzero(known)
+        self._call_sites = [self._call_site(code) for code in self._codes.tolist()]
+        self.call_sites = len(self._codes)
         missing = np.concatenate(lost) if lost else np.zeros(0, np.int64)
         self.damaged = len(missing)  # records that are damaged, or name what is damaged or missing
         self._kept = np.delete(np.arange(len(self._calls)), missing) if len(missing) else None
         self._size = len(self._calls) - len(missing)
+
+    def _names_what_is_there(self, records: Array, bad: Array, texts: Array) -> Array:
+        """Which records name nothing that is missing, no damaged record of a tensor, and no damaged text."""
+        right = self._lines.has(records["signature"]) & self._sites.has(records["site"])
+        for slot in SLOTS:
+            right &= records[slot] <= len(self._tensors)
+            right &= ~np.isin(records[slot], bad) if len(bad) else True
+        right &= records["text"] <= self._texts_size + len(self._flight_texts)
+        right &= (records["text"] > 0) | (records["has"] == 0)
+        right &= ~np.isin(records["text"], texts) if len(texts) else True
+        for name in ("index", "step", "phase"):
+            right &= records[name] >= (name == "phase")
+        for name, choices in CHOICES.items():
+            right &= _field(records, name) < len(choices)
+        return right
 
     def _damaged_texts(self) -> Array:
         """The places of the texts of calls that are damaged."""
@@ -200,8 +215,13 @@ class Columns:
                 place += len(line)
         return np.array(found, np.uint64)
 
+    def _codes_of(self, records: Array) -> Array:
+        """The call site, phase and gradient of each call as one number."""
+        codes = self._sites.places(records["site"]).astype(np.int64) << 4
+        return np.asarray(codes | records["phase"].astype(np.int64) << 2 | _field(records, "grad_of").astype(np.int64))
+
     def _call_site(self, code: int) -> StoredCallSite:
-        module, source = _site_of(members_of(self._sites.lines[self._sites.places(np.array([code >> 4]))[0]]))
+        module, source = _site_of(members_of(self._sites.lines[code >> 4]))
         return StoredCallSite(module, source, CHOICES["phase"][code >> 2 & 3] or "", CHOICES["grad_of"][code & 3])
 
     def __len__(self) -> int:
@@ -238,11 +258,11 @@ class Columns:
             slot, _, figure = name.rpartition("_")
             if slot in SLOTS:
                 wanted.setdefault(slot, []).append(figure)
-        values = self._values({slot: records[slot].astype(np.int64) for slot in wanted}, wanted)
+        values = self._values({slot: records[slot] for slot in wanted}, wanted)
         made: Arrays = {}
         for name in names:
             if name == "site":
-                column = np.searchsorted(self._codes, _codes_of(records))
+                column = np.searchsorted(self._codes, self._codes_of(records))
             elif name == "look":
                 column = self._lines.places(records["signature"])
             elif name in FLAGS:
@@ -254,27 +274,29 @@ class Columns:
 
     def _values(self, rows: Arrays, wanted: Mapping[str, list[str]]) -> Arrays:
         """The wanted figures of each slot, from the numbers of the tensors' records; unknown where these are 0."""
-        used = [column[column > 0] for column in rows.values()]
-        every = np.concatenate(used) if used else np.zeros(0, np.int64)
-        if not len(every):
-            return {
-                f"{slot}_{name}": np.repeat(_BLANK[name], len(rows[slot])) for slot in rows for name in wanted[slot]
-            }
-        first, end = int(every.min()) - 1, int(every.max())
-        near = end - first <= 4 * len(every) + _BLOCK
-        block = self._tensors.read(first, end) if near else None
+        places = {slot: column - np.uint32(1) for slot, column in rows.items()}  # the largest number for 0
+        firsts = {slot: low for slot, column in places.items() if (low := int(column.min(initial=_NONE))) < _NONE}
+        first = min(firsts.values(), default=0)
+        end = max((int((places[slot] + np.uint32(1)).max()) for slot in firsts), default=0)
+        near = end - first <= 4 * sum(len(places[slot]) for slot in firsts) + _BLOCK
+        block = self._tensors.read(first, end) if firsts and near else _BLANK[:0]
+        shared: Arrays = {}  # figures of the block, and an unknown one
         made: Arrays = {}
-        for slot, numbers in rows.items():
-            there = numbers > 0
-            known = numbers[there] - 1
-            found, places = (self._tensors.gather(known), slice(None)) if block is None else (block, known - first)
-            for name in wanted[slot]:
-                column = found[name][places]  # of one figure: to copy whole records takes longer
-                if len(known) < len(numbers):
-                    whole = np.repeat(_BLANK[name], len(numbers))
-                    whole[there] = column
-                    column = whole
-                made[f"{slot}_{name}"] = column
+        for slot in rows:
+            if slot not in firsts:
+                made |= {f"{slot}_{name}": np.broadcast_to(_BLANK[name], len(rows[slot])) for name in wanted[slot]}
+                continue
+            at, known = places[slot] - np.uint32(first), shared
+            if not near:
+                there = np.flatnonzero(places[slot] < _NONE)
+                block, known = self._tensors.gather(places[slot][there].astype(np.int64)), {}
+                at = np.full(len(at), len(block))
+                at[there] = np.arange(len(block))
+            at = np.minimum(at, len(block))
+            for name in wanted[slot]:  # to copy whole records takes longer
+                if name not in known:
+                    known[name] = np.append(block[name], _BLANK[name])
+                made[f"{slot}_{name}"] = known[name][at]
         return made
 
     def texts(self, numbers: Array) -> Iterator[CallText]:
@@ -409,15 +431,9 @@ def _field(records: Array, name: str) -> Array:
     return np.full(len(records), unknown, FORMATS[name])
 
 
-def _codes_of(records: Array) -> Array:
-    """The call site, phase and gradient of each call as one number."""
-    codes = records["site"].astype(np.int64) << 4
-    return np.asarray(codes | records["phase"].astype(np.int64) << 2 | _field(records, "grad_of").astype(np.int64))
-
-
 def _pieces(table: RecordTable, end: int) -> Iterator[tuple[int, Array]]:
-    for start in range(0, end, CHUNK):
-        yield start, table.read(start, min(start + CHUNK, end))
+    for start in range(0, end, _CHECKED):
+        yield start, table.read(start, min(start + _CHECKED, end))
 
 
 def _refuse_ruin(path: Path, wrong: Array) -> None:
@@ -445,13 +461,16 @@ class _SharedTexts:
                     known[number] = line
         self.numbers = np.array(sorted(known), np.int64)
         self.lines = [known[number] for number in self.numbers.tolist()]
+        self._is_whole = self.numbers[-1:].tolist() == [len(known) - 1]  # places are numbers
 
     def places(self, numbers: Array) -> Array:
         """The places of numbers among those that there are."""
-        return np.searchsorted(self.numbers, numbers)
+        return numbers if self._is_whole else np.searchsorted(self.numbers, numbers)
 
     def has(self, numbers: Array) -> Array:
         """Which of these numbers there are."""
+        if self._is_whole:
+            return np.asarray(numbers < len(self.numbers))
         return np.asarray(np.append(self.numbers, -1)[self.places(numbers)] == numbers)
 
 

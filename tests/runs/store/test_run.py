@@ -522,6 +522,14 @@ def test_scattered_calls_are_gathered_as_they_are_read(data: st.DataObject, tmp_
         assert np.concatenate(joined).tolist() == every["lhs_hash"].tolist() == list(range(60))
 
 
+def test_a_tensor_that_was_not_read_has_no_values(tmp_path: Path) -> None:
+    path = make(tmp_path, *[CALL] * 4)
+    records = np.fromfile(path / "calls.bin", RECORD)
+    records["lhs"][1] = 0
+    (path / "calls.bin").write_bytes(seal(records).tobytes())
+    assert columns.Columns(path, 0).read(("lhs_hash",), 0, 4)["lhs_hash"].tolist() == [0, 0, 2, 3]
+
+
 def test_many_calls_are_gathered_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = columns.Columns(make(tmp_path, *[CALL] * 60), 0)
     monkeypatch.setattr(columns, "CHUNK", 10)
