@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from opintercept._engines import blind_spots, graphs, launches, patched_functions
 from opintercept._engines.base import Watcher
+from opintercept._engines.patches import Replacements, Wrapped
+
+PATCHES = Replacements(Wrapped(lambda: blind_spots.entries() + graphs.methods()), fixed=True)
+"""Functions that are wrapped while a block is open."""
 
 
 def enter(user: object, watcher: Watcher) -> None:
     """Follow what `watcher` can see of it, until `user` leaves."""
-    blind_spots.PATCHES.enter(user)
-    graphs.PATCHES.enter(user)
+    PATCHES.enter(user)
     if watcher.patched:
         patched_functions.PATCHES.enter(user)
     launches.enter(user)
@@ -26,7 +29,4 @@ def leave(user: object) -> None:
         try:
             patched_functions.PATCHES.leave(user)
         finally:
-            try:
-                graphs.PATCHES.leave(user)
-            finally:
-                blind_spots.PATCHES.leave(user)
+            PATCHES.leave(user)

@@ -16,7 +16,7 @@ from opintercept._core.errors import OpInterceptWarning, caller_level
 from opintercept._engines import scope as _scope
 from opintercept._engines.base import Watcher
 from opintercept._engines.dynamo import keep_out
-from opintercept._engines.patches import Replacements, Wrapped
+from opintercept._engines.patches import Place
 
 _MESSAGES = {
     "inductor::aoti_package": "an AOTInductor package ran in a block, and calls kernels without the dispatcher: none "
@@ -41,9 +41,9 @@ _warned: set[str] = set()
 
 
 @functools.cache
-def _entries() -> list[tuple[str, Any, str, Callable[[Any], Any]]]:
+def entries() -> list[Place]:
     """The entry points: the name under which each is counted, the class or module, the attribute, and a wrapper."""
-    found: list[tuple[str, Any, str, Callable[[Any], Any]]] = []
+    found: list[Place] = []
     for path, name in _ENTRIES.items():
         *owners, attribute = path.split(".")
         owner: Any = torch._C
@@ -70,7 +70,3 @@ def tell(name: str, watchers: Iterable[Watcher]) -> None:
     if watchers and name not in _warned:
         _warned.add(name)
         warnings.warn(_MESSAGES[name], OpInterceptWarning, stacklevel=caller_level())
-
-
-PATCHES = Replacements(Wrapped(_entries), fixed=True)
-"""The entry points, which are wrapped while a block is open."""

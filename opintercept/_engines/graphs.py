@@ -20,7 +20,7 @@ from opintercept._core.pipeline import CapturedCall, Pipeline, kept_of
 from opintercept._engines import scope as _scope
 from opintercept._engines.blind_spots import tell
 from opintercept._engines.dynamo import keep_out
-from opintercept._engines.patches import Replacements, Wrapped
+from opintercept._engines.patches import Place
 from opintercept._values.late import GraphResults, captures
 from opintercept._values.read import is_captured, without_graph
 from opintercept._values.sums import prepare
@@ -148,10 +148,12 @@ _UNSEEN = _CapturedGraph()
 _WRAPPERS = {"capture_begin": _begin, "capture_end": _end, "replay": _replay}
 
 
-def _methods() -> list[tuple[str, Any, str, Callable[[Any], Any]]]:
-    owner = getattr(torch._C, "_CUDAGraph", None)
-    return [(f"CUDAGraph.{name}", owner, name, wrap) for name, wrap in _WRAPPERS.items() if isinstance(owner, type)]
+def methods() -> list[Place]:
+    """The methods of a graph that are wrapped."""
+    return _methods_of(getattr(torch._C, "_CUDAGraph", None))
 
 
-PATCHES = Replacements(Wrapped(_methods), fixed=True)
-"""The methods, which are wrapped while a block is open."""
+@functools.cache
+def _methods_of(owner: Any) -> list[Place]:
+    wrappers = _WRAPPERS if isinstance(owner, type) else {}
+    return [(f"CUDAGraph.{name}", owner, name, wrap) for name, wrap in wrappers.items()]

@@ -56,26 +56,30 @@ class Replaced:
         return partial(operator.setitem, self.owner, self.attribute, value)
 
 
+Place = tuple[str, Any, str, Callable[[Any], Any]]
+"""A function: its name in messages, its class or module, its attribute, and what wraps it."""
+
+
 class Wrapped:
     """Finds the functions to wrap: each once, as long as nobody else replaces it.
 
     Args:
-        places: The name of each in messages, its class or module, its attribute, and what wraps it.
+        places: Where they are.
     """
 
-    def __init__(self, places: Callable[[], Iterable[tuple[str, Any, str, Callable[[Any], Any]]]]) -> None:
+    def __init__(self, places: Callable[[], Iterable[Place]]) -> None:
         self._places = places
         self._known: dict[tuple[Any, str], Replaced] = {}
 
     def __call__(self) -> list[Replaced]:
-        found = []
+        found, known = [], self._known
         for name, owner, attribute, wrap in self._places():
-            patch = self._known.get((owner, attribute))
-            if patch is None or not patch.is_known():
-                if (original := vars(owner).get(attribute)) is None:
+            now, patch = owner.__dict__.get(attribute), known.get((owner, attribute))
+            if patch is None or (now is not patch.original and now is not patch.replacement):
+                if now is None:
                     continue
                 place = owner if isinstance(owner, type) else vars(owner)
-                patch = self._known[owner, attribute] = Replaced(name, place, attribute, original, wrap(original))
+                patch = known[owner, attribute] = Replaced(name, place, attribute, now, wrap(now))
             found.append(patch)
         return found
 

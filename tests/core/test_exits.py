@@ -27,7 +27,8 @@ from recorded import TABLES
 from threads import run_threads
 
 from opintercept import OpCall, OpInterceptError, intercept, register_op, runs
-from opintercept._engines import blind_spots, dispatch_mode, kernels, patched_functions, quiet, scope
+from opintercept._blocks import outside
+from opintercept._engines import dispatch_mode, kernels, patched_functions, quiet, scope
 from opintercept.runs.record import writer
 from opintercept.runs.store.flight import FLIGHT
 
@@ -138,7 +139,7 @@ class Program:
             "everywhere": scope.state.everywhere.blocks,
             "in tasks": len(scope.state.in_tasks),
             "kernels": (len(kernels.KERNELS.users), len(kernels.KERNELS.installed)),
-            "patches": [(len(p._users), len(p._in_place)) for p in (blind_spots.PATCHES, patched_functions.PATCHES)],
+            "patches": [(len(p._users), len(p._in_place)) for p in (outside.PATCHES, patched_functions.PATCHES)],
             "modes": (torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()),
             "keys": [keys().raw_repr() for keys in KEYS],
             "active": len(dispatch_mode._active),

@@ -408,7 +408,7 @@ import pytest
 import torch
 
 from opintercept import hooks, intercept
-from opintercept._engines import blind_spots
+from opintercept._blocks import outside
 
 left = []
 
@@ -478,7 +478,7 @@ def test_nothing_else_stays(op_calls):
     torch.mm(torch.ones(2, 2), torch.ones(2, 2))
     op_calls.expect(count=1)
     assert torch._C._len_torch_dispatch_stack() == torch._C._len_torch_function_stack() == 0
-    assert len(blind_spots.PATCHES._users) == 2  # the block of `wider` and that of this test
+    assert len(outside.PATCHES._users) == 2  # the block of `wider` and that of this test
 """
 
 
