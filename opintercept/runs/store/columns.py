@@ -92,14 +92,20 @@ class RecordTable:
 
     def __init__(self, path: Path, dtype: Any, more: Array) -> None:
         self.path = path
-        self._size, self._descriptor = 0, -1
+        self._size, self._descriptor, self._number = 0, -1, next(self._numbers)
         self.close: Callable[[], object] = int
         with suppress(FileNotFoundError), open_plain(path) as file:
             self._size = os.fstat(file.fileno()).st_size // dtype.itemsize
             self._descriptor = os.dup(file.fileno())
-            self.close = weakref.finalize(self, os.close, self._descriptor)
+            self.close = weakref.finalize(self, self._end, self._descriptor, self._number)
         self._dtype, self._more = dtype, more
-        self._number = next(self._numbers)
+
+    @classmethod
+    def _end(cls, descriptor: int, number: int) -> None:
+        os.close(descriptor)
+        for block in [*cls._blocks]:
+            if block[0] == number:
+                cls._blocks.pop(block, None)
 
     def __len__(self) -> int:
         return self._size + len(self._more)
