@@ -360,18 +360,20 @@ struct Weights {
   std::array<uint64_t, HASH_BLOCK> whole; // is loaded with the last lower part
 };
 
-const Weights& weights(bool of_rows) {
-  static const auto all = [] {
-    auto made = std::make_unique<Weights[]>(2);
-    for (uint64_t i = 0; i < 2 * HASH_BLOCK; i++) {
-      uint64_t at = i % HASH_BLOCK, weight = splitmix64(2 * at + i / HASH_BLOCK + (uint64_t{1} << 40));
-      Weights& to = made[i / HASH_BLOCK];
-      to.whole[at] = weight;
-      to.lower[at] = static_cast<int32_t>(weight);
-      to.upper[at] = static_cast<int32_t>((weight - static_cast<uint64_t>(int64_t{to.lower[at]})) >> 32);
-    }
-    return made;
-  }();
+std::unique_ptr<Weights[]> made_weights() {
+  auto made = std::make_unique<Weights[]>(2);
+  for (uint64_t i = 0; i < 2 * HASH_BLOCK; i++) {
+    uint64_t at = i % HASH_BLOCK, weight = splitmix64(2 * at + i / HASH_BLOCK + (uint64_t{1} << 40));
+    Weights& to = made[i / HASH_BLOCK];
+    to.whole[at] = weight;
+    to.lower[at] = static_cast<int32_t>(weight);
+    to.upper[at] = static_cast<int32_t>((weight - static_cast<uint64_t>(int64_t{to.lower[at]})) >> 32);
+  }
+  return made;
+}
+
+inline const Weights& weights(bool of_rows) { // is short, since it is asked for each row
+  static const auto all = made_weights();
   return all[of_rows];
 }
 
@@ -388,6 +390,7 @@ inline uint64_t weighted(const Bits* from, const Weights& by, int64_t first, int
     Vec<uint32_t, N> above{};
     const int32_t *lower = by.lower.data() + first, *upper = by.upper.data() + first;
     for (; i + N <= count; i += N) {
+      __builtin_prefetch(from + i + BLOCK); // the next block comes while this one is multiplied
       auto values = sign_extended<N>(from + i);
       auto next = same_bits<Vec<int32_t, N>>(same_bits<Wide>(values) >> 32);
       even += multiplied_evens<N>(values, load<Vec<int32_t, N>>(lower + i));
