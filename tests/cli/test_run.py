@@ -21,7 +21,7 @@ from processes import Program
 
 from opintercept import hooks, runs
 from opintercept._core.text import amount
-from opintercept.cli.run.watch import HOOKS
+from opintercept.cli.run.hooks import HOOKS
 
 pytestmark = pytest.mark.slow
 

@@ -14,8 +14,10 @@ from typing import get_args
 
 from opintercept._core.errors import OpInterceptError
 from opintercept.cli.options import add_filters, count, rename, size
-from opintercept.cli.run.program import after_import, prepare
-from opintercept.cli.run.watch import HOOKS, ProgramWatch
+from opintercept.cli.run.after_import import after_import
+from opintercept.cli.run.hooks import HOOKS
+from opintercept.cli.run.program import prepare
+from opintercept.cli.run.watch import ProgramWatch
 from opintercept.runs.store.run import TensorMode
 
 

@@ -1,0 +1,90 @@
+"""`Tally`: counts the calls of `opintercept run`, and shows the counts on a terminal while the program runs.
+
+Invariant: a terminal that is gone does not stop the program. Must not import torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from typing import TYPE_CHECKING, Any, TextIO
+
+from opintercept._core.in_kernel import Work
+from opintercept._core.text import amount, counted
+
+if TYPE_CHECKING:
+    from opintercept._core.call import OpCall
+    from opintercept._core.record import PendingRecord
+
+_PROGRESS_SECONDS = 0.25
+
+
+class Tally:
+    """Counts calls, and shows the counts on a terminal while the program runs."""
+
+    reads = ()
+
+    def __init__(self, nonfinite: Any, stderr: TextIO, visible: bool) -> None:
+        self.calls = 0
+        self.failed = 0
+        self.flops = 0
+        self.seconds = 0.0
+        self._lock = threading.RLock()
+        self._nonfinite = nonfinite
+        self._stderr = stderr
+        self._due = time.monotonic() + _PROGRESS_SECONDS if visible else float("inf")
+        self._drawn = False
+
+    def post(self, call: OpCall) -> None:
+        """Count the call."""
+        self._add(self.learn(call), call.elapsed)
+
+    def work(self) -> Work:
+        """Kernels note the calls."""
+        return Work()
+
+    def learn(self, call: OpCall) -> int:
+        """The floating-point operations of all calls that look like this one."""
+        return call.summary.flops or 0
+
+    def noted(self, note: PendingRecord, values: Any, learned: int) -> None:
+        """Count a call that a kernel has noted."""
+        self._add(learned, note.elapsed)
+
+    def _add(self, flops: int, seconds: float | None) -> None:
+        with self._lock:
+            self.calls += 1
+            self.flops += flops
+            self.seconds += seconds or 0.0
+        if time.monotonic() >= self._due:
+            self._due = time.monotonic() + _PROGRESS_SECONDS
+            self._drawn = True
+            write(self._stderr, f"\r\x1b[Kopintercept: {self}")
+
+    def error(self, call: OpCall, exception: BaseException) -> None:
+        """Count a call that raised."""
+        with self._lock:
+            self.failed += 1
+
+    def clear(self) -> None:
+        """Remove the line of progress."""
+        if self._drawn:
+            self._drawn = False
+            write(self._stderr, "\r\x1b[K")
+
+    def __str__(self) -> str:
+        text = f"{counted(self.calls, 'call')}, {amount(self.flops, 'FLOP')}"
+        if self.failed:
+            text += f", {self.failed:,} raised"
+        if self._nonfinite is not None:
+            search = self._nonfinite
+            text += f", {len(search.findings) + search.passed_on + search.discarded:,} not finite"
+        return text
+
+
+def write(stderr: TextIO, text: str) -> None:
+    """Write at once."""
+    with contextlib.suppress(OSError, ValueError):  # closed, or the terminal is gone
+        stderr.write(text)
+        stderr.flush()
