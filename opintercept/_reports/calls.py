@@ -27,7 +27,7 @@ T = TypeVar("T")
 _FIGURES = ("hash", "nan", "inf", "min", "max", "mean", "rms")  # of the first output
 CALL_COLUMNS = (
     "rank", "index", "step", "phase", "module", "source", "op", "shape", "dtype", "flops", "bytes", "seconds",
-    "flops_per_second", "forward", "grad_of", "nonfinite", *_FIGURES, "error",
+    "flops_per_second", "forward", "grad_of", "replayed", "nonfinite", *_FIGURES, "error",
 )  # fmt: skip
 
 

@@ -114,7 +114,8 @@ def call_table(rows: list[Row], *, ranks: bool) -> Cells:
     values = any(row["min"] is not None or row["nan"] for row in rows)
     first = [*["run"] * ("run" in rows[0]), *["rank"] * ranks]
     first += ["index", "step", "phase", "module", "op", "shape", "dtype"]
-    names = [*first, "flops", "seconds", *("nan", "inf", "min", "max", "mean") * values, "error"]
+    replays = ["replayed"] * any(row["replayed"] is not None for row in rows)
+    names = [*first, *replays, "flops", "seconds", *("nan", "inf", "min", "max", "mean") * values, "error"]
     return _table(rows, names, len(first), spare=["mean", "max", "min", "dtype", "MFLOP"])
 
 
@@ -150,6 +151,7 @@ _FORMS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "flops_per_second": ("GFLOP/s", str),
     "share": ("share", lambda value: "" if value is None else f"{value:.1%}"),
     "nonfinite": ("not finite", _count),
+    "replayed": ("replay of", _count),
     "error": ("", lambda value: "" if value is None else cell_text(value, 100)),
     **{name: (name, _count) for name in ("calls", "raised", "nan", "inf")},
     **{name: (name, _value) for name in ("min", "max", "mean", "rms")},

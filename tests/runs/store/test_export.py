@@ -79,6 +79,10 @@ def test_replays_of_a_graph_are_shown_exported_and_compared(tmp_path: Path, caps
     for command in (["show"], ["show", "--calls"], ["report", "-o", str(tmp_path / "page.html")]):
         assert main([*command, str(one.path)]) == 0
     assert "4 calls, 512 FLOP" in capsys.readouterr().out
+    assert main(["show", "--calls", str(one.path)]) == 0
+    head, *calls = capsys.readouterr().out.splitlines()
+    place = head.index("replay of") + len("replay of") - 1
+    assert [line[place] for line in calls] == [" ", " ", "0", "1"]
     assert runs.diff(one, one).equal
     found = runs.diff(one, other)
     assert [(each.run, each.index) for each in found.unmatched] == [("a", 2), ("a", 3)]
