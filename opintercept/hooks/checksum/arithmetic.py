@@ -19,7 +19,7 @@ from opintercept._core.tensors import is_strided
 from opintercept._native import values as native
 from opintercept._values.hash import check_unwrapped
 from opintercept._values.read import parameter_of
-from opintercept.hooks.checksum.memory import ColumnSums
+from opintercept.hooks.checksum.memory import BiasCopy, BiasSums, NewWeight, WeightSums
 from opintercept.hooks.checksum.memory import Memory as Memory
 from opintercept.hooks.checksum.products import Product
 
@@ -288,14 +288,14 @@ def expect(
         lengths = torch.addcmul(least, norms, scale)
         scale, share, whole = *_left(sums, lengths, k), scale
         if memory is not None and product.columns is None and parameter_of(rhs) is not None:
-            memory.keep(rhs, matrix, (inner, torch.addcmul(least, whole, scale, value=share)))
+            memory.keep(rhs, matrix, WeightSums(inner, torch.addcmul(least, whole, scale, value=share)))
     if product.alpha != 1:
         sums = sums * product.alpha
         share *= abs(product.alpha)
     bias = None if product.bias is None else _bias_of_product(product.bias, matrix, least, memory)
     if bias is not None:
-        sums = torch.add(sums, bias[0], alpha=product.beta)
-        least = bias[1] if abs(product.beta) == 1 else bias[1] * abs(product.beta) + least
+        sums = torch.add(sums, bias.sums, alpha=product.beta)
+        least = bias.norms if abs(product.beta) == 1 else bias.norms * abs(product.beta) + least
     size = sums.abs() if wide.is_complex else sums
     if lengths is None:
         smooth = _norm(size, -2) / math.sqrt(size.shape[-2]) + least
@@ -311,7 +311,7 @@ def _least(rhs: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _expect_on_device(
-    product: Product, matrix: torch.Tensor, inner: torch.Tensor, kept: ColumnSums | None, memory: Memory | None
+    product: Product, matrix: torch.Tensor, inner: torch.Tensor, kept: WeightSums | None, memory: Memory | None
 ) -> Expected:
     """`expect` in few launches."""
     lhs, rhs, wide, least = product.lhs, product.rhs, matrix.dtype, _least(product.rhs, matrix)
@@ -324,7 +324,7 @@ def _expect_on_device(
     sums = multiply(bias, values, inner, beta=beta, alpha=product.alpha, out=both[0])
     norms, one = _norm(values, -1), _number(1.0, wide, lhs.device)
     if kept is not None:
-        smooth = torch.addcmul(size, norms, kept[1])
+        smooth = torch.addcmul(size, norms, kept.factor)
     else:  # what is left of |A_i| |B|: see `_left`
         many = sums.dim() == 2 and sums.shape[1] == 1 and len(sums) >= MANY
         scale = one if many else _norm(inner, -2)
@@ -334,18 +334,17 @@ def _expect_on_device(
         left = part / whole if many else torch.addcdiv(one, part, whole, value=1 / floor)
         smooth = torch.addcmul(size, lengths, left, value=floor)
         if memory is not None and product.columns is None:
-            memory.keep(rhs, matrix, (inner, left) if many else (inner, scale, left, floor))
+            memory.keep(rhs, matrix, WeightSums(inner, left) if many else NewWeight(inner, scale, left, floor))
     return Expected(product, matrix, inner, sums, sums, torch.hypot(sums, smooth), kept is not None)
 
 
-def _recall(memory: Memory, rhs: torch.Tensor, matrix: torch.Tensor) -> ColumnSums | None:
+def _recall(memory: Memory, rhs: torch.Tensor, matrix: torch.Tensor) -> WeightSums | None:
     """The checksums of a weight, if they are remembered; the second product with it multiplies their factors."""
     kept = memory.look_up(rhs, matrix)
-    if kept is not None and len(kept) > 2:
-        inner, scale, left, floor = kept
-        kept = inner, torch.addcmul(_least(rhs, matrix), scale, left, value=floor)
+    if isinstance(kept, NewWeight):
+        kept = WeightSums(kept.inner, torch.addcmul(_least(rhs, matrix), kept.scale, kept.left, value=kept.floor))
         memory.keep(rhs, matrix, kept)
-    return kept
+    return kept if isinstance(kept, WeightSums) else None
 
 
 def _with_own_bias(
@@ -357,17 +356,16 @@ def _with_own_bias(
     if bias.numel() != n or bias.shape[-1] != n or not is_strided(bias):
         return product, _bias_sums(bias, matrix), least
     kept = None if memory is None else memory.look_up(bias, matrix)
-    if kept is None or len(kept) == 2:
+    if not isinstance(kept, BiasCopy):
         row = bias.reshape(1, n).to(matrix.dtype, copy=True)
         parts = row.view(groups, -1).mT if n % groups == 0 else row.mT * matrix
-        kept = row, torch.mm(row, matrix), _norm(parts, -2), True
-    elif kept[3]:  # 0 may be all that is left of a later product
-        kept = *kept[:2], kept[2] + least, False
+        kept = BiasCopy(row, torch.mm(row, matrix), _norm(parts, -2), is_new=True)
+    elif kept.is_new:  # 0 may be all that is left of a later product
+        kept = kept._replace(norms=kept.norms + least, is_new=False)
     if memory is not None:
         memory.keep(bias, matrix, kept)
-    row, found, size, _ = kept
-    size = size if abs(product.beta) == 1 else size * abs(product.beta) + least
-    return product._replace(bias=row, owned=True), found, size
+    size = kept.norms if abs(product.beta) == 1 else kept.norms * abs(product.beta) + least
+    return product._replace(bias=kept.row, owned=True), kept.sums, size
 
 
 def _left(sums: torch.Tensor, whole: torch.Tensor, k: int) -> tuple[torch.Tensor, float]:
@@ -390,12 +388,10 @@ def _norm(values: torch.Tensor, dim: int) -> torch.Tensor:
     return found
 
 
-def _bias_of_product(
-    bias: torch.Tensor, matrix: torch.Tensor, least: torch.Tensor, memory: Memory | None
-) -> ColumnSums:
-    """The checksums of a bias, `[*b, m, g]`, and about the norm of its elements in each group."""
+def _bias_of_product(bias: torch.Tensor, matrix: torch.Tensor, least: torch.Tensor, memory: Memory | None) -> BiasSums:
+    """The checksums of a bias, and about the norms of its elements."""
     kept = None if memory is None else memory.look_up(bias, matrix)
-    if kept is not None and len(kept) == 2:
+    if isinstance(kept, BiasSums):
         return kept
     added = _bias_sums(bias, matrix)
     if added.shape[-2] > 1:
@@ -404,10 +400,10 @@ def _bias_of_product(
     else:
         row = _dense(bias if bias.dim() > 1 else bias.reshape(1, -1))
         size = _norm(row.unsqueeze(-1) * matrix, -2).squeeze(-2)
-    size = size + least
+    found = BiasSums(added, size + least)
     if memory is not None:
-        memory.keep(bias, matrix, (added, size))
-    return added, size
+        memory.keep(bias, matrix, found)
+    return found
 
 
 def _bias_sums(bias: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:

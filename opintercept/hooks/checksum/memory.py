@@ -6,7 +6,7 @@ Invariant: what torch has written to is never taken for what it was. Must not im
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,20 +16,49 @@ from opintercept._values.read import parameter_of, storage_ref
 REMEMBERED = 1024
 """How many weights and biases have their checksums remembered."""
 
-ColumnSums = tuple[Any, ...]
-"""Checksums of a matrix, `[*b, k, g]`, and what the norms of rows of lhs are multiplied by for the norms of rows of the
-product, `[*b, 1, g]`, as one tensor, or as two and a number to multiply; of a bias, its checksums and norms, or a copy
-of it, both, and whether they are new. The factor is that of the first product with a weight.
-"""
+
+class WeightSums(NamedTuple):
+    """What is remembered of a weight."""
+
+    inner: torch.Tensor  # its checksums, [*b, k, g]
+    factor: torch.Tensor  # norms of rows of lhs times this are norms of rows of the product, [*b, 1, g]
+
+
+class NewWeight(NamedTuple):
+    """The same of a weight on a device that one product has had: its factor is `scale * left * floor`."""
+
+    inner: torch.Tensor
+    scale: torch.Tensor
+    left: torch.Tensor
+    floor: float
+
+
+class BiasSums(NamedTuple):
+    """What is remembered of a bias."""
+
+    sums: torch.Tensor  # its checksums, [*b, m, g]
+    norms: torch.Tensor  # about the norms of its elements in each group
+
+
+class BiasCopy(NamedTuple):
+    """The same of a bias on a device, with a copy of its one row."""
+
+    row: torch.Tensor
+    sums: torch.Tensor
+    norms: torch.Tensor
+    is_new: bool
+
+
+Remembered = WeightSums | NewWeight | BiasSums | BiasCopy
 
 
 class Memory:
     """Checksums of weights and biases, which hold until torch writes to the weight."""
 
     def __init__(self) -> None:
-        self._kept: dict[Any, tuple[weakref.ref[torch.UntypedStorage], int, ColumnSums]] = {}
+        self._kept: dict[Any, tuple[weakref.ref[torch.UntypedStorage], int, Remembered]] = {}
 
-    def look_up(self, tensor: torch.Tensor, matrix: torch.Tensor) -> ColumnSums | None:
+    def look_up(self, tensor: torch.Tensor, matrix: torch.Tensor) -> Remembered | None:
         """What was kept of a weight or a view of one; None if nothing was, or torch has written to the weight since."""
         weight = parameter_of(tensor)
         if weight is None:
@@ -39,7 +68,7 @@ class Memory:
             return None
         return found[2]
 
-    def keep(self, tensor: torch.Tensor, matrix: torch.Tensor, sums: ColumnSums) -> None:
+    def keep(self, tensor: torch.Tensor, matrix: torch.Tensor, sums: Remembered) -> None:
         """Remember the checksums of `tensor` with the signs in `matrix` if it is a weight."""
         weight = parameter_of(tensor)
         if weight is None:
