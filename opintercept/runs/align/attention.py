@@ -220,6 +220,14 @@ def _factor(x: torch.Tensor, y: torch.Tensor, limit: float = 0.0) -> float:
     return 1.0 if abs(found - 1) <= limit else found
 
 
+def _share(x: torch.Tensor, y: torch.Tensor, of: torch.Tensor) -> float:
+    """How much of `x` is in `of`, beside some of `y`, by least squares; 0 if the two cannot be told apart."""
+    xx, xy, yy = float((x * x).sum()), float((x * y).sum()), float((y * y).sum())
+    independent = xx * yy - xy * xy
+    found = float((x * of).sum()) * yy - float((y * of).sum()) * xy
+    return found / independent if independent > 1e-6 * xx * yy else 0.0
+
+
 def _arguments(
     one: Heads, other: Heads, keys: Rows, limit: float, eps: float, changed: tuple[str, ...]
 ) -> Iterator[tuple[str, Any, Any]]:
@@ -238,13 +246,19 @@ def _arguments(
     masked = bool(((apart.any(-1) | (rest > 0)) & own.any(-1) & theirs.any(-1)).any())
     if not {"q", "k"} & {*changed} and a.numel():
         seen = (a > _SEEN) & (b > _SEEN)
-        mine, other_products = (_centred(each.q @ each.k.mT, seen) for each in (one, other))
+        raw = one.q @ one.k.mT, other.q @ other.k.mT
+        mine, other_products = (_centred(each, seen) for each in raw)
         before = _factor(mine, other_products, limit)
         other_products = other_products / before
-        scale = one.scale or (other.scale or 0.0) * before or _factor(mine, _centred(a.log(), seen))
-        logs = _centred((b / a).log(), seen) - scale * (other_products - mine)
-        least = 10 * eps * (2 + float((scale * mine).abs().max()))
+        known = one.scale or (other.scale or 0.0) * before
+        gap, logits = other_products - mine, _centred(a.log(), seen)
+        scale = known or _factor(mine, logits)
         products = mine if other.scale and not one.scale else other_products
+        logs = _centred((b / a).log(), seen) - scale * gap
+        if not known:  # what a program adds to the products moves the estimate; in `b / a` it cancels
+            logs = logs - _share(gap, products, logs) * gap
+        largest = max(float(each.where(seen, 0).abs().max()) for each in raw)  # is what a program rounds
+        least = 10 * eps * (2 + abs(scale) * largest + float((logits - scale * mine).abs().max()))
         more = float((logs * products).sum()) / float(products.square().sum().clamp_min(1e-300))
         if float(logs.abs().max()) > least and float((logs - more * products).abs().max()) <= least:
             yield ("scale", scale - more, scale) if products is mine else ("scale", scale, scale + more)

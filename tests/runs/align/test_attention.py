@@ -101,6 +101,37 @@ def test_nothing_is_named_where_only_the_form_differs(one: str, other: str, tmp_
     assert "no difference above rounding in any joined call" in text
 
 
+def biased(slope: float = 4.0, offset: float = 0.0, dtype: torch.dtype | None = None) -> Attend:
+    """Adds positions to scores, which an offset of the keys makes large."""
+
+    def attend(*operands: Tensor) -> Tensor:
+        q, k, v = (each.to(dtype or each.dtype) for each in operands)
+        scores = q @ (k + offset).mT * 8**-0.5 + slope * BIAS.to(q.dtype)
+        return scores.softmax(-1) @ v
+
+    return attend
+
+
+def in_int8(attend: Attend) -> nn.Module:
+    model: nn.Module = torch.ao.quantization.quantize_dynamic(Program(attend), {nn.Linear})
+    return model
+
+
+def test_positions_added_to_scores_that_bfloat16_rounds_accuse_no_mask(tmp_path: Path) -> None:
+    a, b = Program(biased(offset=40.0)), Program(biased(offset=40.0, dtype=torch.bfloat16)).bfloat16()
+    x = X.bfloat16()
+    found, text = first(tmp_path, lambda: a(x.float()), lambda: b(x))
+    assert found is None, text
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.ao says that it moves
+@pytest.mark.parametrize("slope", [4.0, 4.5])
+def test_positions_added_to_scores_of_int8_are_compared(slope: float, tmp_path: Path) -> None:
+    a, b = Program(biased()), in_int8(biased(slope))
+    found, text = first(tmp_path, lambda: a(8 * X), lambda: b(8 * X))
+    assert (found and found.changed) == (None if slope == 4.0 else ("attn_mask",)), text
+
+
 @pytest.mark.parametrize(
     ("attend", "changed", "line"),
     [
