@@ -139,7 +139,7 @@ class CallRecord(Summary):
         operands = " @ ".join(str(t) for t in (self.lhs, self.rhs) if t is not None)
         bias = f" + {self.bias}" if self.bias is not None else ""
         result = ", ".join(str(t) for t in self.outputs if t is not None)
-        return f"{self.op} {operands}{bias} -> {result}"
+        return f"{f'{self.op} {operands}'.rstrip()}{bias} -> {result}"
 
 
 class Plain:

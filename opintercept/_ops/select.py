@@ -141,7 +141,9 @@ def _unknown(name: str, known: Iterable[str]) -> ValueError:
 
 
 def _hint(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name.removeprefix("aten::"), sorted(set(known)), n=3, cutoff=0.5)
+    plain, names = name.removeprefix("aten::"), sorted(set(known))
+    families = [family for family in FAMILIES if family in names and family.startswith(plain)]
+    close = families or difflib.get_close_matches(plain, names, n=3, cutoff=0.5)
     return f"did you mean {' or '.join(map(repr, close))}" if close else "see torch.ops for all names"
 
 

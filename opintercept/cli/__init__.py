@@ -106,8 +106,10 @@ class _Parser(argparse.ArgumentParser):
         known = [option for action in shown for option in action.option_strings]
         if wrong is not None and wrong[2] is not None:
             known = [str(choice) for action in self._actions for choice in action.choices or ()]
-        close = difflib.get_close_matches((wrong[1] or wrong[2]) if wrong else "", known, n=1)
-        super().error(f"{message}; did you mean {close[0]!r}?" if close else message)
+        plain = {name.lstrip("-"): name for name in known}  # dashes would make short options look alike
+        given = (wrong[1] or wrong[2]).lstrip("-") if wrong else ""
+        close = difflib.get_close_matches(given, plain, n=1)
+        super().error(f"{message}; did you mean {plain[close[0]]!r}?" if close else message)
 
 
 def all_commands(

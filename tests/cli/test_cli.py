@@ -68,6 +68,7 @@ def test_rows_of_the_demo_table_add_up(capsys: pytest.CaptureFixture[str]) -> No
         (["demo", "--stpes", "2"], r"^usage: opintercept demo .*\n.*--stpes 2; did you mean '--steps'\?"),
         (["run", "--otu", "x", "y.py"], r"^usage: opintercept run \[options\] (.|\n)*--otu; did you mean '--out'\?"),
         (["run", "--tensors", "ful", "y.py"], r"invalid choice: 'ful' .*; did you mean 'full'\?"),
+        (["show", "run", "--nan"], r"unrecognized arguments: --nan\n$"),
         (["run", "--max-bytes", "2T", "y.py"], r"must be a number of bytes such as 500k, 64M or 2G, got '2T'"),
         (["demo", "--step-count", "2"], r"unrecognized arguments: --step-count 2"),
         (["demo", "--steps"], r"--steps: expected one argument"),

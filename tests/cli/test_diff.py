@@ -95,7 +95,7 @@ def test_text_says_where_two_runs_first_differ(shown: Any) -> None:
             [],
             "added: the operands are equal but the output differs",
         ),
-        (chain("a", "b", of="a"), ["--limit", "1"], "... and 1 more; a larger limit shows them"),
+        (chain("a", "b", of="a"), ["--limit", "1"], "... and 1 more; a larger --limit shows them"),
         (chain("a"), [], "without a counterpart: 1 of A, 0 of B"),
         ([*chain("z"), *chain("a", "b", of="a")], [], "before it, only B has 1 call, the last: "),
         ([line | {"module": ""} for line in chain("a", "b")], [], "paired 2 under another module name"),
@@ -379,7 +379,7 @@ def test_the_rank_step_and_module_that_diverged_first_are_named(
         "2 findings, of which the later ones may come from the first:",
         "module pass operator operand what step ranks times",
         "up forward mm rhs weight 5 2 1",
-        "... and 1 more; a larger limit shows them",
+        "... and 1 more; a larger --limit shows them",
     ]
     assert main(["ranks", run, "--json"]) == 1
     plain = json.loads(capsys.readouterr().out)

@@ -15,7 +15,7 @@ def test_a_block_of_all_operators_launches_none_and_says_which_way_copies_go() -
     unchanged, copies = on_a_device("device_edges.py", "all")
     assert unchanged == {"kernel": True, "compiled": True, "mode": True}
     ways = ["@toy:0 from cpu", "@toy:0 from cpu", "@toy:1 from toy:0", " from toy:1"]
-    below = [f"aten::copy_  -> float32[6, 8]{way}" for way in ways]
+    below = [f"aten::copy_ -> float32[6, 8]{way}" for way in ways]
     above = [below[1] if n == 1 else each.replace("copy_", "_to_copy") for n, each in enumerate(below)]
     assert copies == {"kernel": below, "compiled": below, "mode": above}
 

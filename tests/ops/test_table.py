@@ -605,6 +605,7 @@ def test_select_the_whole_family(level: Any) -> None:
     ("ops", "level", "error", "message"),
     [
         ("bmn", "dispatch", ValueError, r"names of operators, got unknown op 'bmn'; did you mean 'bmm'"),
+        ("conv", "dispatch", ValueError, r"got unknown op 'conv'; did you mean 'convolution'$"),
         ("aten::mm.nothing", "dispatch", ValueError, r"got unknown op 'aten::mm\.nothing'"),
         ("qqqq", "dispatch", ValueError, r"got unknown op 'qqqq'; see torch\.ops for all names$"),
         ([], "dispatch", ValueError, r"ops must name at least one operator, got \[\]; leave it out"),

@@ -37,6 +37,7 @@ def fitted(table: Cells, limit: int | None = None) -> str:
     names, *lines = aligned(rows, left).splitlines()
     more = len(table.rows) - len(lines)
     notes = [f"... and {more:,} more; a larger limit shows them"] if more else table.notes
+    notes = [note.replace("a larger limit", "a larger --limit") for note in notes]  # in Python it is limit=
     return "\n".join([*(f"{table.indent}{line}" for line in (styled(names, "head"), *lines)), *notes])
 
 
