@@ -57,7 +57,9 @@ def in_memory(tensor: torch.Tensor) -> bool:
         if kind is not torch.Tensor and kind is not torch.nn.Parameter and _dispatches(kind):
             flatten = getattr(tensor, "__tensor_flatten__", None)
             if flatten is None:
-                return tensor.untyped_storage().device.type != "meta"  # a fake tensor's data_ptr would only warn
+                storage = tensor.untyped_storage()
+                # A fake tensor's data_ptr would only warn. That of a wrapper's storage without memory raises.
+                return storage.device.type != "meta" and storage.data_ptr() != 0
             return all(in_memory(getattr(tensor, name)) for name in flatten()[0])
         if tensor.layout is not torch.strided:
             return all(map(in_memory, parts_of(tensor)))

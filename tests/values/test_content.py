@@ -19,6 +19,7 @@ from torch import Tensor
 from opintercept._values import content as _content
 from opintercept._values import hash as _hash
 from opintercept._values.content import content_of
+from opintercept._values.read import in_memory
 from opintercept._values.stats import Values
 
 pytestmark = pytest.mark.slow
@@ -481,3 +482,16 @@ def test_no_random_number_is_drawn() -> None:
     _content.forget()
     hash_of(torch.ones(123, 45))
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_wrapper_without_memory_has_no_content() -> None:
+    class Wrapper(Tensor):  # as that of AOTAutograd, which runs `squeeze_` and its like on itself, too
+        @classmethod
+        def __torch_dispatch__(cls, *_: Any) -> Any:
+            raise NotImplementedError
+
+    wrapper = Tensor._make_wrapper_subclass(Wrapper, (3, 4), dtype=torch.float32)
+    with torch.utils._mode_utils.no_dispatch():
+        readable = in_memory(wrapper)
+    assert not readable
+    assert content_of(wrapper) is None
