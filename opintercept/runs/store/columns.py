@@ -292,17 +292,16 @@ class Columns:
             if slot not in firsts:
                 made |= {f"{slot}_{name}": np.broadcast_to(_BLANK[name], len(rows[slot])) for name in wanted[slot]}
                 continue
-            at, known = places[slot] - np.uint32(first), shared
+            at, known = places[slot].astype(np.int64) - first, shared
             if not near:
                 there = np.flatnonzero(places[slot] < _NONE)
                 block, known = self._tensors.gather(places[slot][there].astype(np.int64)), {}
                 at = np.full(len(at), len(block))
                 at[there] = np.arange(len(block))
-            at = np.minimum(at, len(block))
             for name in wanted[slot]:  # to copy whole records takes longer
                 if name not in known:
                     known[name] = np.append(block[name], _BLANK[name])
-                made[f"{slot}_{name}"] = known[name][at]
+                made[f"{slot}_{name}"] = known[name].take(at, mode="clip")  # where it is unknown, the last
         return made
 
     def texts(self, numbers: Array) -> Iterator[CallText]:
