@@ -129,6 +129,10 @@ class CodeNumbers:
         self._codes = np.insert(self._codes, at, new)
         return self._numbers[np.searchsorted(self._codes, codes)], lacking[np.sort(firsts)]
 
+    def codes(self) -> Array:
+        """The codes in the order of their numbers."""
+        return np.asarray(self._codes[np.argsort(self._numbers)])
+
 
 class KindNumbers:
     """Numbers the kinds of a process's calls, the distinct (call site, signature) pairs, as they come."""

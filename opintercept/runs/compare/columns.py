@@ -20,6 +20,7 @@ from opintercept.runs.compare.pairing import BY
 from opintercept.runs.compare.values import Basis, Comparer, TensorErrors, is_random
 from opintercept.runs.store.codec import StoredCall, is_output
 from opintercept.runs.store.columns import FIGURES, Array, Arrays
+from opintercept.runs.sums import CodeNumbers
 
 # A set of operands is a number: the sum of these. All tensors without a role of their own count as one operand.
 OPERANDS = {"lhs": 1, "rhs": 2, "bias": 4, "value": 8, "attn_mask": 16, "grad_out": 32, "logsumexp": 64}
@@ -164,15 +165,23 @@ class Rules:
         is_inference: tuple[bool, bool],
     ) -> None:
         self._comparer, self._signatures, self._is_inference = comparer, signatures, is_inference
+        self._numbers = CodeNumbers()
         self._known: dict[int, Rule] = {}
 
-    def of(self, signature_a: Array, signature_b: Array) -> tuple[list[Rule], Array]:
-        """The rules of some pairs of signatures, and which of them each pair has."""
-        codes, which = np.unique((signature_a.astype(np.int64) << 32) | signature_b, return_inverse=True)
-        for code in codes.tolist():
-            if code not in self._known:
-                self._known[code] = self._rule(self._signatures[0](code >> 32), self._signatures[1](code & 0xFFFFFFFF))
-        return [self._known[code] for code in codes.tolist()], which
+    def numbers(self, signature_a: Array, signature_b: Array) -> Array:
+        """The numbers of some pairs of signatures."""
+        return self._numbers.of((signature_a << 32) | signature_b)[0]
+
+    def of(self, numbers: Array) -> tuple[list[Rule], Array]:
+        """The rules of some pairs of signatures, by their numbers, and which of them each pair has."""
+        counts = np.bincount(numbers)
+        used = np.flatnonzero(counts)
+        counts[used] = np.arange(len(used))
+        for number in used.tolist():
+            if number not in self._known:
+                one, other = divmod(int(self._numbers.codes()[number]), 1 << 32)
+                self._known[number] = self._rule(self._signatures[0](one), self._signatures[1](other))
+        return [self._known[number] for number in used.tolist()], counts[numbers]
 
     def _rule(self, a: StoredCall, b: StoredCall) -> Rule:
         metadata = output_differs = uncompared = False
@@ -206,7 +215,12 @@ class Rules:
         return Rule(*found, bases, (slots_of(a.values), slots_of(b.values)), frozenset(parameters))
 
 
-# Takes a role and the numbers of some rows, and returns the columns of these.
+def hashes_decide(rules: Sequence[Rule], role: str) -> bool:
+    """Whether only hashes matter of an operand: what has other values differs, by however little."""
+    return operand(role) > 0 and all(rule.bases[role].differs for rule in rules if role in rule.bases)
+
+
+# Takes a role and the numbers of some rows, and returns the columns of these; only hashes where these decide.
 Side = Callable[[str, Array], Arrays]
 # Takes a role and the number of a row, and reads the tensors.
 Errors = Callable[[str, int], TensorErrors | None]
@@ -237,15 +251,29 @@ class Compared:
             basis = {name: np.array([getattr(each, name) for each in bases])[which[rows]] for name in _BITS}
             parameters = np.array([role in rule.parameters for rule in rules])[which[rows]]
             x, y = a(role, rows), b(role, rows)
-            read = None if errors is None else partial(errors, role)
-            self._add(role, rows, parameters, verdicts(comparer, basis, x, y, rows, read), x["hash"], y["hash"])
+            if hashes_decide(rules, role):
+                differs = ~(basis["hashed"] & basis["same_count"] & (x["hash"] == y["hash"]))
+            else:
+                read = None if errors is None else partial(errors, role)
+                found = verdicts(comparer, basis, x, y, rows, read)
+                self._add(role, rows, found)
+                differs = found.differs
+            if operand(role):
+                at = np.flatnonzero(differs)
+                self._add_differing(role, rows[at], parameters[at], x["hash"][at], y["hash"][at])
 
-    def _add(self, role: str, rows: Array, parameters: Array, found: Verdicts, hash_x: Array, hash_y: Array) -> None:
-        neither = ~found.equal & ~found.differs
+    def _add_differing(self, role: str, rows: Array, parameters: Array, hash_x: Array, hash_y: Array) -> None:
         number = operand(role)
-        if number:
-            self.differing[rows[found.differs]] |= number
-            self.changed[rows[found.differs & parameters]] |= number
+        self.differing[rows] |= number
+        self.changed[rows[parameters]] |= number
+        if number == OTHERS:
+            hashed = (hash_x != 0) & (hash_y != 0)
+            start = self.others[rows[hashed]] ^ np.uint64(hash(role) & 0xFFFFFFFF)
+            self.others[rows[hashed]] = mixed(start, hash_x[hashed], hash_y[hashed]).view(np.uint64)
+
+    def _add(self, role: str, rows: Array, found: Verdicts) -> None:
+        neither = ~found.equal & ~found.differs
+        if operand(role):
             self.unclear[rows] |= neither | found.close
         else:
             self.output_differs[rows] |= found.differs
@@ -253,10 +281,6 @@ class Compared:
                 self.uncompared[rows] |= neither
             self.relative[rows] = np.fmax(self.relative[rows], found.relative)
         self.by[rows] = np.where(found.equal, np.minimum(self.by[rows], found.by), self.by[rows])
-        if number == OTHERS:
-            hashed = found.differs & (hash_x != 0) & (hash_y != 0)
-            start = self.others[rows[hashed]] ^ np.uint64(hash(role) & 0xFFFFFFFF)
-            self.others[rows[hashed]] = mixed(start, hash_x[hashed], hash_y[hashed]).view(np.uint64)
 
 
 def mixed(first: Array, *hashes: Array) -> Array:

@@ -48,9 +48,8 @@ class Histories:
         if not len(keys):
             return
         first = self._first[_NUMBERS.index(number)]
-        found, places = np.unique(keys, return_index=True)
-        new = first[0, found] == 0
-        first[:, found[new]] = hashes[:, places[new]]
+        new = np.flatnonzero(first[0, keys] == 0)[::-1]  # of the calls of one key, the first is written last
+        first[:, keys[new]] = hashes[:, new]
         equal = hashes == first[:, keys]
         if number == _OUTPUT:
             self._varies[keys[~equal.any(0)]] = True

@@ -1,7 +1,7 @@
 """`Index` and `Pairs`: pair each call of one run with its counterpart in another.
 
-Invariant: a pair of calls costs some thirty bytes of memory, and every step takes about linear time, except for one
-that has a budget. Needs numpy. Must not import torch.
+Invariant: memory holds some calls at a time, and tables of those only whose keys do not pair in order. Every step takes
+about linear time, except for one that has a budget. Needs numpy. Must not import torch.
 """
 
 from __future__ import annotations
@@ -9,28 +9,34 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from difflib import SequenceMatcher
-from typing import get_args
+from itertools import zip_longest
+from tempfile import SpooledTemporaryFile
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
+from opintercept._core.errors import OpInterceptError
 from opintercept._core.record import CallRecord, Phase
 from opintercept.runs.compare.columns import mixed
 from opintercept.runs.compare.pairing import PAIRINGS, Ids, family, fingerprint, is_plain, module_name, operator_name
-from opintercept.runs.store.columns import CHUNK, Array, Columns
+from opintercept.runs.store.columns import Array, Arrays, Columns
 from opintercept.runs.sums import KindNumbers, starts_of
 
 _BUDGET = 5_000_000  # comparisons of equal elements that difflib may make for a pair of runs: about five seconds
 _SOME = 10_000  # changed calls that are looked at to find shuffled ones
+_SPOOLED = 1 << 24  # bytes of changed calls that are held in memory to find shuffled ones
+_CHANGED = np.dtype([("a", "u8"), ("b", "u8"), ("key", "u4")])
+_WAITING = 1 << 16  # calls that wait for a counterpart; when there are more, their keys do not pair in order
 PHASES = get_args(Phase)
 _HASHES = ("lhs_hash", "rhs_hash", "bias_hash")
+_ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Index:
     """The calls of one process, in the order in which they ended.
 
     A kind is a distinct (call site, signature) pair. `key`, `loose`, `module`, `phase`, `shape`, `signature`,
-    `call_site`, `fingerprint`, `by` and `unhashed` have an entry for each kind; `kind` and `inputs` have one for each
-    call.
+    `call_site`, `fingerprint`, `by` and `unhashed` have an entry for each kind that has been read.
 
     Args:
         columns: The calls.
@@ -39,161 +45,320 @@ class Index:
             each kind.
 
     Attributes:
-        inputs: Shapes and hashes of the first operands; 0 if no hash is recorded.
+        model: The class of the model whose modules have plain names, which they get (see `first_models`).
         key: Module, operator, phase and `grad_of`.
         loose: Module, phase and family.
         shape: Phase, family and the GEMM, or the operands' shapes if there is no GEMM.
         fingerprint: Everything that is compared except for values.
         by: What there is of the outputs' values, as an index into `pairing.BY`.
         unhashed: Whether some tensors have no hash.
+        names: The names of the modules.
         is_inference: Whether the process trains nothing: no backward pass, no left operand that requires a gradient.
     """
 
     def __init__(self, columns: Columns, ids: Ids, select: Callable[[CallRecord], bool] | None) -> None:
-        self.columns = columns
-        self.kind, self.inputs = np.empty(len(columns), np.uint16), np.empty(len(columns), np.int64)
-        self.is_inference = True
+        self.columns, self.model = columns, ""
+        call_sites = [columns.call_site(number) for number in range(columns.call_sites)]
+        self.names = {name for each in call_sites if (name := module_name(each.module))}
+        operands = (columns.signature(number).record.lhs for number in columns.used)
+        self.is_inference = all(each.phase == "forward" for each in call_sites) and not any(
+            lhs is not None and lhs.requires_grad for lhs in operands
+        )
         self._ids = ids
-        self._names: list[tuple[str | None, str, str, str, str | None]] = []  # of each kind; the family comes second
-        self._numbers: list[tuple[int, ...]] = []  # shape, signature, call site, fingerprint, by, unhashed, chosen
+        self._kinds = KindNumbers(columns)
         self._of_signatures: dict[int, tuple[int, int, bool]] = {}  # fingerprint, by, unhashed
         by_name = select is not None and getattr(select, "by_name", False)
-        kinds = KindNumbers(columns)
-        starts, steps = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-        for start, chunk in columns.chunks(("site", "look", "step", *_HASHES)):
-            found, new = kinds.of(chunk)
-            for call_site, signature in new:
-                self._add(call_site, signature, select if by_name else None)
-            if len(self._numbers) > 1 << 16:
-                self.kind = self.kind.astype(np.int32, copy=False)
-            shapes = np.array([numbers[0] for numbers in self._numbers], np.uint64)[found]
-            self.kind[start : start + len(found)] = found
-            self.inputs[start : start + len(found)] = mixed(shapes, *(chunk[name] for name in _HASHES))
-            new_steps = starts_of(chunk["step"])
-            starts.append(new_steps + start)
-            steps.append(chunk["step"][new_steps])
-        self._starts, self._steps = np.concatenate(starts), np.concatenate(steps)  # of stretches of calls of one step
-        fixed = np.array(self._numbers, np.int64).reshape(-1, 7).T
-        self.shape, self.signature, self.call_site, self.fingerprint, self.by, unhashed, chosen = fixed
-        self.unhashed, self._chosen_kinds = unhashed > 0, chosen > 0
+        self._select = select if by_name else None
         self._chosen: Array | None = None
         if select is not None and not by_name:
             self._chosen = np.fromiter((select(call.record) for call in columns.calls()), bool, len(columns))
-        self.number("")
+        self._fixed = np.empty((11, 0), np.int64)
+        self._learn([])
 
     def __len__(self) -> int:
-        return len(self.kind)
+        return len(self.columns)
 
-    @property
-    def names(self) -> set[str]:
-        """The names of the modules."""
-        return {module for module, *_ in self._names if module}
+    def _learn(self, kinds: Iterable[tuple[int, int]]) -> None:
+        """Add kinds, by their call sites and signatures."""
+        found = np.array([self._numbers_of(*kind) for kind in kinds], np.int64).reshape(-1, 11).T
+        self._fixed = np.hstack([self._fixed, found])
+        self.key, self.loose, self.module, phase, self.shape, self.signature, self.call_site = self._fixed[:7]
+        self.fingerprint, self.by, unhashed, chosen = self._fixed[7:]
+        self.phase, self.unhashed, self._chosen_kinds = phase.astype(np.uint8), unhashed > 0, chosen > 0
 
-    def _add(self, call_site_number: int, signature_number: int, select: Callable[[CallRecord], bool] | None) -> None:
-        """Add a kind."""
+    def _numbers_of(self, call_site_number: int, signature_number: int) -> tuple[int, ...]:
+        """Number the properties of a kind."""
         call_site, signature = self.columns.call_site(call_site_number), self.columns.signature(signature_number)
-        record, phase = signature.record, call_site.phase
+        record, phase, ids = signature.record, call_site.phase, self._ids
         lhs, rhs = record.lhs, record.rhs
-        if phase != "forward" or (lhs is not None and lhs.requires_grad):
-            self.is_inference = False
         operands = (lhs and lhs.shape, rhs and rhs.shape) if record.gemm is None else record.gemm[:4]
-        names = module_name(call_site.module), family(record), operator_name(record.op), phase, call_site.grad_of
-        self._names.append(names)
+        module, kin = module_name(call_site.module), family(record)
+        if self.model and module and is_plain(module):
+            module = f"{self.model}.{module}"
         if signature_number not in self._of_signatures:
             unhashed = not all(hashed for _, hashed in signature.roles.values())
             self._of_signatures[signature_number] = *fingerprint(signature.template), unhashed
-        chosen = select is None or select(signature.record_at(call_site))
-        shape = self._ids("shape", phase, family(record), operands)
+        key = ids("key", module, operator_name(record.op), phase, call_site.grad_of)
+        names = key, ids("loose", module, phase, kin), ids("module", module), PHASES.index(phase)
+        shape = ids("shape", phase, kin, operands)
+        chosen = self._select is None or self._select(signature.record_at(call_site))
         of_signature = self._of_signatures[signature_number]
-        self._numbers.append((shape, signature_number, call_site_number, *of_signature, chosen))
+        return (*names, shape, signature_number, call_site_number, *of_signature, chosen)
 
-    def number(self, model: str) -> None:
-        """Number keys, families and modules, with the class of a model (see `first_models`) before plain names."""
-        ids = self._ids
-        found = []
-        for module, kin, op, phase, grad_of in self._names:
-            if model and module and is_plain(module):
-                module = f"{model}.{module}"
-            key, loose = ids("key", module, op, phase, grad_of), ids("loose", module, phase, kin)
-            found.append((key, loose, ids("module", module), PHASES.index(phase)))
-        self.key, self.loose, self.module, phases = np.array(found, np.int64).reshape(-1, 4).T
-        self.phase = phases.astype(np.uint8)
+    def _with_kinds(self, chunk: Arrays) -> Arrays:
+        chunk["kind"], new = self._kinds.of(chunk)
+        del chunk["site"], chunk["look"]
+        if new:
+            self._learn(new)
+        return chunk
 
-    def chosen(self, numbers: Array) -> Array:
+    def chunks(self, names: Sequence[str]) -> Iterator[tuple[int, Arrays]]:
+        """Columns of all calls and their kinds, piece by piece, each with the number of its first call."""
+        for start, chunk in self.columns.chunks(("site", "look", *names)):
+            yield start, self._with_kinds(chunk)
+
+    def gather(self, numbers: Array, names: Sequence[str] = ()) -> Arrays:
+        """Columns of some calls and their kinds."""
+        return self._with_kinds(self.columns.gather(numbers, ("site", "look", *names)))
+
+    def chosen(self, numbers: Array, kinds: Array) -> Array:
         """Return which of these calls the caller selects."""
-        if self._chosen is not None:
-            return np.asarray(self._chosen[numbers])
-        return np.asarray(self._chosen_kinds[self.kind[numbers]])
+        return np.asarray(self._chosen_kinds[kinds] if self._chosen is None else self._chosen[numbers])
 
-    def weights(self, numbers: Array) -> list[int]:
+    def inputs(self, chunk: Arrays) -> Array:
+        """Shapes and hashes of the first operands; 0 if no hash is recorded."""
+        return mixed(self.shape[chunk["kind"]].astype(np.uint64), *(chunk[name] for name in _HASHES))
+
+
+class PairWindow(NamedTuple):
+    """Some pairs: the numbers of their calls, how they are paired, and columns of both, the kinds included."""
+
+    numbers: Array
+    others: Array
+    how: Array  # an index into `PAIRINGS`, see `CallDifference.pairing`
+    a: Arrays
+    b: Arrays
+
+    def take(self, which: Array) -> PairWindow:
+        """Return the pairs at some places, in their order."""
+        if len(which) == len(self.numbers):
+            return self
+        a, b = ({name: column[which] for name, column in side.items()} for side in (self.a, self.b))
+        return PairWindow(self.numbers[which], self.others[which], self.how[which], a, b)
+
+
+class _Changed:
+    """Finds keys of which a call of A has the first operands of another call of B, as shuffled ones have.
+
+    It keeps the operands of calls where they changed, in a temporary file if these are many.
+    """
+
+    def __init__(self) -> None:
+        self.keys: set[int] = set()  # those that do not pair in order
+        self._counts = np.zeros(0, np.int64)
+        self._file = SpooledTemporaryFile(_SPOOLED)  # noqa: SIM115
+
+    def add(self, keys: Array, own: Array, others: Array) -> None:
+        """Add calls; some of each key are enough."""
+        size = max(int(keys.max()) + 1, len(self._counts))
+        self._counts = np.pad(self._counts, (0, size - len(self._counts)))
+        some = self._counts[keys] < _SOME
+        self._counts += np.bincount(keys, minlength=size)
+        odd = keys.view(np.uint64) * _ODD  # so that the same operands of calls with other keys differ
+        made = np.empty(len(keys), _CHANGED)
+        made["key"], made["a"], made["b"] = keys, own.view(np.uint64), others.view(np.uint64)
+        for side in ("a", "b"):
+            made[side] ^= np.where(made[side] == 0, made[side], odd)  # 0 stays: nothing is known of it
+        try:
+            self._file.write(made[some].tobytes())
+        except OSError as failed:
+            raise OpInterceptError(f"cannot write to a temporary file: {failed}; set TMPDIR to a folder") from failed
+
+    def apart(self) -> Array:
+        """The keys that do not pair in order."""
+        size, piece = self._file.tell(), _CHANGED.itemsize << 14
+        parts = 1 + size // _SPOOLED
+        for part in range(parts):
+            self._file.seek(0)
+            read = (np.frombuffer(self._file.read(piece), _CHANGED) for _ in range(0, size, piece))
+            held = [each[(each["key"] * np.uint32(_ODD >> np.uint64(32)) >> 16) % parts == part] for each in read]
+            others = np.sort(np.concatenate([np.zeros(1, np.uint64), *(each["b"] for each in held)]))
+            for each in held:
+                own = np.sort(each["a"])
+                found = own[(others[np.searchsorted(others, own, "right") - 1] == own) & (own != 0)]
+                self.keys.update(each["key"][np.isin(each["a"], found)].tolist() if len(found) else ())
+        self._file.close()
+        return np.array(sorted(self.keys), np.int64)
+
+
+class _ApartCalls:
+    """Those calls of an index whose keys do not pair in order."""
+
+    def __init__(self, index: Index, keys: Array) -> None:
+        self._index = index
+        parts: list[tuple[Array, ...]] = [(np.empty(0, np.int32), *np.empty((3, 0), np.int64))]
+        for start, chunk in index.chunks(("step", *_HASHES)) if len(keys) else ():
+            at = np.flatnonzero(np.isin(index.key, keys)[chunk["kind"]])
+            kinds = chunk["kind"].astype(np.int32)[at]
+            parts.append(((at + start).astype(np.int32), kinds, index.inputs(chunk)[at], chunk["step"][at]))
+        self.numbers, self.kind, self.inputs, self.steps = map(np.concatenate, zip(*parts, strict=True))
+
+    def of_kinds(self, name: str, places: Any) -> Array:
+        """What an index has for each kind, of some calls."""
+        return np.asarray(getattr(self._index, name)[self.kind[places]])
+
+    def weights(self, places: Array) -> list[int]:
         """Shape, and hashes of the right operand and the bias; 0 if no hash is recorded."""
-        read = self.columns.gather(numbers, _HASHES[1:])
-        known = mixed(self.shape[self.kind[numbers]].astype(np.uint64), read["rhs_hash"], read["bias_hash"])
+        read = self._index.columns.gather(self.numbers[places].astype(np.int64), _HASHES[1:])
+        known = mixed(self.of_kinds("shape", places).astype(np.uint64), read["rhs_hash"], read["bias_hash"])
         return np.where(read["rhs_hash"] == 0, 0, known).tolist()  # type: ignore[no-any-return]
-
-    def steps(self, numbers: Array) -> Array:
-        """The steps."""
-        return np.asarray(self._steps[np.searchsorted(self._starts, numbers, "right") - 1])
 
 
 class Pairs:
     """The counterparts of the calls of two indexes.
 
-    Attributes:
-        of_a: For each call of A, the number of its counterpart in B; -1 if it has none.
-        alone_b: Whether each call of B has none.
-        how: How each call of A was paired, as an index into `PAIRINGS`, see `CallDifference.pairing`. Calls are aligned
-            as a sequence if the runs have different numbers of them, or other shapes.
+    Most calls pair with that of the same key and ordinal, and are found as both runs are read side by side. Of keys
+    that have other numbers of calls, other shapes or shuffled calls, tables are made. As that shows at the end only,
+    `windows` has to be read again unless `settled` is true then.
     """
 
     def __init__(self, a: Index, b: Index) -> None:
-        self.of_a, self.alone_b = np.full(len(a), -1, np.int32), np.ones(len(b), bool)
-        self.how = np.zeros(len(a), np.uint8)
         self._a, self._b = a, b
         self._budget = _BUDGET
-        self._modules = set(a.module.tolist()), set(b.module.tolist())
+        self._changed: _Changed | None = _Changed()
+        self._tabulate()
+
+    @property
+    def unmatched(self) -> tuple[Array, Array]:
+        """The numbers of the calls without a counterpart."""
+        return self._in_a.numbers[self._of_a < 0], self._in_b.numbers[self._alone_b]
+
+    def settled(self) -> bool:
+        """Whether the pairs that were read are right; if not, they will be so the next time."""
+        if self._changed is None:
+            return True
+        keys, self._changed = self._changed.apart(), None
+        self._tabulate(keys)
+        return not len(keys)
+
+    def of_a(self) -> dict[int, int]:
+        """The counterparts of the calls of A, by their numbers."""
+        while True:
+            found = {i: j for each in self.windows() for i, j in zip(each[0].tolist(), each[1].tolist(), strict=True)}
+            if self.settled():
+                return found
+
+    def windows(self, names: Sequence[str] = ()) -> Iterator[PairWindow]:
+        """The pairs some at a time, with columns of both calls; those of each key in their order."""
+        sides, names = (self._a, self._b), tuple(dict.fromkeys((*_HASHES, *names)))
+        none = np.empty((2, 0), np.int64)
+        waiting = [none, none]  # numbers and keys of calls whose counterpart has not come yet
+        for chunks in zip_longest(*(side.chunks(names) for side in sides)):
+            new = [none if each is None else self._in_order(s, *each) for s, each in zip(sides, chunks, strict=True)]
+            chunk_a, chunk_b = (each and each[1] for each in chunks)
+            in_step = not waiting[0].size and not waiting[1].size and np.array_equal(new[0], new[1])
+            if chunk_a and chunk_b and in_step and len(chunk_a["kind"]) == len(chunk_b["kind"]) == new[0].shape[1]:
+                window = PairWindow(new[0][0], new[1][0], np.zeros(new[0].shape[1], np.uint8), chunk_a, chunk_b)
+            else:
+                both = [np.hstack(each) for each in zip(waiting, new, strict=True)]
+                codes, others = (keys << 32 | _ordinals(keys) for _, keys in both)
+                _, *at = np.intersect1d(codes, others, assume_unique=True, return_indices=True)
+                numbers, others = (each[0, places] for each, places in zip(both, at, strict=True))
+                waiting = [np.delete(each, places, 1) for each, places in zip(both, at, strict=True)]
+                how = np.zeros(len(numbers), np.uint8)
+                if chunks[0] and chunk_a:
+                    first, end = chunks[0][0], chunks[0][0] + len(chunk_a["kind"])
+                    more = slice(*np.searchsorted(self._in_a.numbers, [first, end]).tolist())
+                    paired = np.flatnonzero(self._of_a[more] >= 0) + more.start
+                    numbers = np.r_[numbers, self._in_a.numbers[paired]]
+                    others = np.r_[others, self._in_b.numbers[self._of_a[paired]]]
+                    how = np.r_[how, self._how[paired]]
+                order = np.argsort(numbers)
+                numbers, others = numbers[order], others[order]
+                window = PairWindow(
+                    numbers, others, how[order], *map(Index.gather, sides, (numbers, others), (names,) * 2)
+                )
+            if len(window.numbers):
+                self._judge(window)
+                yield window
+            if sum(each.shape[1] for each in waiting) > _WAITING and self._changed is not None:
+                waiting = self._note_apart(waiting)
+        self._note_apart(waiting)
+
+    def _note_apart(self, waiting: list[Array]) -> list[Array]:
+        if self._changed is not None:
+            self._changed.keys.update(*(keys.tolist() for _, keys in waiting))
+        return [each[:, :0] for each in waiting]
+
+    def _in_order(self, index: Index, start: int, chunk: Arrays) -> Array:
+        """The numbers and keys of those calls of a chunk that may pair by key and ordinal."""
+        keys = index.key[chunk["kind"]]
+        found = np.stack([np.arange(start, start + len(keys)), keys])
+        return found[:, ~np.isin(index.key, self._apart)[chunk["kind"]]] if len(self._apart) else found
+
+    def _judge(self, window: PairWindow) -> None:
+        """Note the keys that do not pair in order."""
+        if self._changed is None:
+            return
+        a, b = self._a, self._b
+        kinds = window.a["kind"]
+        uneven = a.shape[kinds] != b.shape[window.b["kind"]]
+        self._changed.keys.update(a.key[kinds[uneven]].tolist())
+        rows = np.flatnonzero(np.any([window.a[name] != window.b[name] for name in _HASHES], axis=0))
+        own, others = ({name: each[name][rows] for name in ("kind", *_HASHES)} for each in window[3:])
+        if len(rows):
+            self._changed.add(a.key[own["kind"]], a.inputs(own), b.inputs(others))
+
+    def _tabulate(self, keys: Array = np.empty(0, np.int64)) -> None:  # noqa: B008
+        """Pair the calls of some keys by tables: calls with the same operands, then in the order of steps and shapes.
+
+        Calls are aligned as a sequence if the runs have different numbers of them, or other shapes.
+        """
+        self._apart = keys
+        a, b = self._in_a, self._in_b = _ApartCalls(self._a, keys), _ApartCalls(self._b, keys)
+        self._of_a, self._alone_b = np.full(len(a.numbers), -1, np.int32), np.ones(len(b.numbers), bool)
+        self._how = np.zeros(len(a.numbers), np.uint8)
+        self._modules = set(self._a.module.tolist()), set(self._b.module.tolist())
         for how, name in ((0, "key"), (2, "loose"), (3, "phase")):
-            groups_a, groups_b = _groups(a, name, self.of_a < 0), _groups(b, name, self.alone_b)
+            groups_a, groups_b = _groups(a, name, self._of_a < 0), _groups(b, name, self._alone_b)
             for key, in_a in groups_a.items():
                 if (in_b := groups_b.get(key)) is not None:
                     self._pair(in_a, in_b, how)
 
     def _pair(self, in_a: Array, in_b: Array, how: int) -> None:
-        a, b = self._a, self._b
+        a, b = self._in_a, self._in_b
         renamed = PAIRINGS[how] == "shape"
-        pairs = [(in_a[start : start + CHUNK], in_b[start : start + CHUNK]) for start in range(0, len(in_a), CHUNK)]
         same_length = not renamed and len(in_a) == len(in_b)
-        if same_length and all(np.array_equal(a.shape[a.kind[i]], b.shape[b.kind[j]]) for i, j in pairs):
+        if same_length and np.array_equal(a.of_kinds("shape", in_a), b.of_kinds("shape", in_b)):
             # Some changed calls are enough to see whether calls are shuffled.
-            changed = [np.flatnonzero(a.inputs[i] != b.inputs[j])[:_SOME] for i, j in pairs]
-            own = np.concatenate([a.inputs[i[some]] for (i, _), some in zip(pairs, changed, strict=True)])[:_SOME]
-            others = np.concatenate([b.inputs[j[some]] for (_, j), some in zip(pairs, changed, strict=True)])[:_SOME]
-            if {*own.tolist()}.isdisjoint({*others.tolist()} - {0}):
-                self.of_a[in_a], self.alone_b[in_b], self.how[in_a] = in_b, False, how
+            changed = np.flatnonzero(a.inputs[in_a] != b.inputs[in_b])[:_SOME]
+            own, others = a.inputs[in_a[changed]].tolist(), b.inputs[in_b[changed]].tolist()
+            if {*own}.isdisjoint({*others} - {0}):
+                self._of_a[in_a], self._alone_b[in_b], self._how[in_a] = in_b, False, how
                 return
         how = how or 1
         # Calls with the same operands are the same wherever they stand; with the same weight, the module is the same.
         known = (a.weights(in_a), b.weights(in_b)) if renamed else (a.inputs[in_a].tolist(), b.inputs[in_b].tolist())
         self._join(_by_turns(in_a.tolist(), in_b.tolist(), *known), how)
         for signs in (_steps, _shapes):
-            in_a, in_b = in_a[self.of_a[in_a] < 0], in_b[self.alone_b[in_b]]
+            in_a, in_b = in_a[self._of_a[in_a] < 0], in_b[self._alone_b[in_b]]
             if len(in_a) and len(in_b):
-                self._join(self._in_order(in_a.tolist(), in_b.tolist(), signs(a, in_a), signs(b, in_b)), how)
-        in_a, in_b = in_a[self.of_a[in_a] < 0], in_b[self.alone_b[in_b]]
+                self._join(self._in_stretches(in_a.tolist(), in_b.tolist(), signs(a, in_a), signs(b, in_b)), how)
+        in_a, in_b = in_a[self._of_a[in_a] < 0], in_b[self._alone_b[in_b]]
         if len(in_a) == len(in_b) and not renamed:
             self._join(zip(in_a.tolist(), in_b.tolist(), strict=True), how)
 
     def _join(self, pairs: Iterable[tuple[int, int]], how: int) -> None:
         for i, j in pairs:
             if PAIRINGS[how] != "shape" or self._may_be_renamed(i, j):
-                self.of_a[i], self.alone_b[j], self.how[i] = j, False, how
+                self._of_a[i], self._alone_b[j], self._how[i] = j, False, how
 
     def _may_be_renamed(self, i: int, j: int) -> bool:
         """Return whether two modules may be one under two names: a module that both runs have is not."""
-        in_a, in_b = self._a.module[self._a.kind[i]], self._b.module[self._b.kind[j]]
-        return bool(in_a == in_b or in_a not in self._modules[1] or in_b not in self._modules[0])
+        in_a, in_b = self._in_a.of_kinds("module", i), self._in_b.of_kinds("module", j)
+        return bool(in_a == in_b or int(in_a) not in self._modules[1] or int(in_b) not in self._modules[0])
 
-    def _in_order(
+    def _in_stretches(
         self, in_a: list[int], in_b: list[int], signs_a: Sequence[Hashable], signs_b: Sequence[Hashable]
     ) -> Iterator[tuple[int, int]]:
         """Pairs in the longest stretches of equal signs; by turns if finding these would take too long."""
@@ -222,34 +387,32 @@ class Pairs:
             yield from zip(in_a[first_a : first_a + size], in_b[first_b : first_b + size], strict=True)
 
 
-def _steps(index: Index, numbers: Array) -> list[Hashable]:
+def _steps(table: _ApartCalls, places: Array) -> list[Hashable]:
     """The steps together with the shapes."""
-    return list(zip(_shapes(index, numbers), index.steps(numbers).tolist(), strict=True))
+    return list(zip(_shapes(table, places), table.steps[places].tolist(), strict=True))
 
 
-def _shapes(index: Index, numbers: Array) -> list[Hashable]:
-    return index.shape[index.kind[numbers]].tolist()  # type: ignore[no-any-return]
+def _shapes(table: _ApartCalls, places: Array) -> list[Hashable]:
+    return table.of_kinds("shape", places).tolist()  # type: ignore[no-any-return]
 
 
-def _groups(index: Index, name: str, alone: Array) -> dict[int, Array]:
+def _ordinals(keys: Array) -> Array:
+    """The number of each call among those of its key."""
+    order = np.argsort(keys, kind="stable")
+    starts = starts_of(keys[order])
+    found = np.empty(len(keys), np.int64)
+    found[order] = np.arange(len(keys)) - np.repeat(starts, np.diff(np.r_[starts, len(keys)]))
+    return found
+
+
+def _groups(table: _ApartCalls, name: str, alone: Array) -> dict[int, Array]:
     """The calls without a counterpart that share a number, by that number, in the order of their first calls."""
-    keys, of_kinds = np.unique(getattr(index, name), return_inverse=True)
-    chunks = [slice(start, start + CHUNK) for start in range(0, len(alone), CHUNK)]
-    sizes = np.zeros(len(keys), np.int64)
-    for chunk in chunks:
-        sizes += np.bincount(of_kinds[index.kind[chunk][alone[chunk]]], minlength=len(keys))
-    ends = np.cumsum(sizes)
-    numbers, free = np.empty(sizes.sum(), np.int32), ends - sizes
-    for chunk in chunks:
-        some = np.flatnonzero(alone[chunk]) + chunk.start
-        groups = of_kinds[index.kind[some]]
-        order = np.argsort(groups, kind="stable")
-        starts = starts_of(groups[order])
-        found, counts = groups[order[starts]], np.diff(np.r_[starts, len(order)])
-        numbers[np.repeat(free[found] - starts, counts) + np.arange(len(order))] = some[order]
-        free[found] += counts
-    made = zip(keys.tolist(), np.split(numbers, ends[:-1]), strict=True)
-    return dict(sorted(((key, group) for key, group in made if len(group)), key=lambda each: int(each[1][0])))
+    places = np.flatnonzero(alone)
+    groups = table.of_kinds(name, places)
+    order = np.argsort(groups, kind="stable")
+    starts = starts_of(groups[order])
+    made = np.split(places[order].astype(np.int32), starts[1:])
+    return {int(groups[order[start]]): made[n] for n, start in sorted(enumerate(starts), key=lambda e: order[e[1]])}
 
 
 def _by_turns(

@@ -17,13 +17,9 @@ def counterparts(a: Program, b: Program) -> dict[int, int]:
     """
     ids = Ids()
     one, other = (Index(side.run.columns(side.rank), ids, None) for side in (a, b))
-    if (models := first_models(one.names, other.names)) is not None:
-        one.number(models[0])
-        other.number(models[1])
-    of_a = Pairs(one, other).of_a
-    found = {
-        place: b.numbers[int(of_a[number])] for number, place in a.numbers.items() if int(of_a[number]) in b.numbers
-    }
+    one.model, other.model = first_models(one.names, other.names) or ("", "")
+    of_a = Pairs(one, other).of_a()
+    found = {place: b.numbers[of_a[number]] for number, place in a.numbers.items() if of_a.get(number) in b.numbers}
     found = {i: j for i, j in found.items() if _same_size(a.steps[i], b.steps[j])}
     taken = set(found.values())
     left_b = _stretches([step for step in b.steps if step.number not in taken])

@@ -47,8 +47,8 @@ class Drift:
         """
         if not len(numbers):
             return
-        kinds = index.kind[numbers]
-        steps = index.steps(numbers)
+        read = index.gather(numbers, ("step",))
+        kinds, steps = read["kind"], read["step"]
         rows = [
             self._heat.modules.get(index.columns.call_site(call_site).module, -1)
             for call_site in index.call_site.tolist()
@@ -58,7 +58,7 @@ class Drift:
             some = slice(start, start + TOGETHER)
             of = differs[some]
             self._add_cells(place[kinds[some][of]], steps[some][of] // self._heat.width, relative[some][of])
-        noise = self._noise_of(index, numbers, steps, relative)
+        noise = self._noise_of(index, numbers, kinds, steps, relative)
         if noise is None:
             return
         first: tuple[int, int, int] | None = None  # step, index and place of the first call above the noise
@@ -82,7 +82,7 @@ class Drift:
             figures = {
                 "row": self._heat.modules.get(call.record.module),
                 "error": "inf" if np.isinf(error) else rounded(error),
-                "noise": rounded(float(noise[index.kind[number]])),
+                "noise": rounded(float(noise[index.gather(np.array([number]))["kind"][0]])),
                 "rounding": rounded(float(rounding_of(index, np.array([number]))[0])),
             }
             self._above = call.place, about(call) | figures
@@ -97,7 +97,7 @@ class Drift:
         }
         self._cells.add([places[known], columns[known]], figures)
 
-    def _noise_of(self, index: Index, numbers: Array, steps: Array, relative: Array) -> Array | None:
+    def _noise_of(self, index: Index, numbers: Array, kinds: Array, steps: Array, relative: Array) -> Array | None:
         """The noise of the module and pass of each kind of call; None if there is only one step."""
         all_steps = np.unique(steps)
         if len(all_steps) < 2:
@@ -111,7 +111,7 @@ class Drift:
             errors, rounding = np.fmax(relative[some], 0.0), np.zeros(len(some))
             rounding[errors > 0] = rounding_of(index, numbers[some[errors > 0]])
             figures = {"error_max": errors, "rounding_max": rounding}
-            groups.add([codes[index.kind[numbers[some]]], steps[some]], figures)
+            groups.add([codes[kinds[some]], steps[some]], figures)
         modules, errors = groups.keys[0], groups.figures["error_max"]
         order = np.lexsort((errors, modules))
         found, starts, counts = np.unique(modules[order], return_index=True, return_counts=True)
@@ -148,8 +148,8 @@ def rounding_of(index: Index, numbers: Array) -> Array:
     leaves room for operands that differ by rounding.
     """
     rules = np.array([_rounds(index.columns.signature(each).record) for each in index.signature.tolist()])
-    ulp, wide, terms = rules[index.kind[numbers]].T
-    read = index.columns.gather(numbers, ("lhs_rms", "rhs_rms", "output_min", "output_max"))
+    read = index.gather(numbers, ("lhs_rms", "rhs_rms", "output_min", "output_max"))
+    ulp, wide, terms = rules[read["kind"]].T
     with np.errstate(all="ignore"):  # in a hostile run
         peaks = np.fmax(np.abs(read["output_min"]), np.abs(read["output_max"]))
         cancels = np.sqrt(terms) * read["lhs_rms"] * read["rhs_rms"] / peaks

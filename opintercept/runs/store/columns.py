@@ -177,7 +177,7 @@ class Columns:
             _refuse_ruin(self._tensors.path, wrong)
             bad = np.append(bad, np.flatnonzero(wrong) + start + 1)
         texts = self._damaged_texts()
-        known = np.zeros(len(self._sites.numbers) << 4, bool)
+        known, used = np.zeros(len(self._sites.numbers) << 4, bool), np.zeros(self.signatures, bool)
         lost: list[Array] = []
         for start, records in _pieces(self._calls, len(self._calls)):
             right = records["check"] == checks_of(records)
@@ -186,10 +186,12 @@ class Columns:
                 block, whole = records[at : at + _BLOCK], right[at : at + _BLOCK]
                 whole &= self._names_what_is_there(block, bad, texts)
                 known[self._codes_of(block)[whole]] = True
+                used[self._lines.places(block["signature"])[whole]] = True
             lost.append(np.flatnonzero(~right) + start)
         self._codes = np.flatnonzero(known)
         self._call_sites = [self._call_site(code) for code in self._codes.tolist()]
         self.call_sites = len(self._codes)
+        self.used = np.flatnonzero(used).tolist()  # the signatures that calls have
         missing = np.concatenate(lost) if lost else np.zeros(0, np.int64)
         self.damaged = len(missing)  # records that are damaged, or name what is damaged or missing
         self._kept = np.delete(np.arange(len(self._calls)), missing) if len(missing) else None

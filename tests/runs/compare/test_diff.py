@@ -44,6 +44,11 @@ def test_a_changed_weight_is_the_first_divergence_and_the_rest_inherits(compare:
     assert found.kinds == {"equal": 1, "changed operand": 1, "inherited": 2}
 
 
+def test_the_first_selected_call_is_found_although_its_module_differs_before(compare: Any) -> None:
+    a, b = ([call("a", f"x{step}{mark}", "w", f"y{step}{mark}", step=step) for step in range(4)] for mark in ("", "'"))
+    assert compare(a, b, select=lambda record: record.step > 1).first.a.record.step == 2
+
+
 def test_an_output_that_differs_for_equal_operands_is_added_there(compare: Any) -> None:
     a, b = chain("a", "b", "c"), chain("a", "b", "c")
     b[1]["values"]["output"] = values("other")

@@ -10,7 +10,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
-from made_runs import ATTENTION, add_damaged, call, chain, kinds, write
+from made_runs import ATTENTION, add_damaged, call, chain, kinds, peak_memory, write
 
 from opintercept import OpInterceptWarning, runs
 from opintercept.runs.store.columns import Columns
@@ -238,3 +238,54 @@ def test_a_warning_counts_the_calls_that_were_skipped(tmp_path: Path) -> None:
     add_damaged(tmp_path / "a")
     with pytest.warns(OpInterceptWarning, match=r"skipped 1 damaged call"):
         assert runs.diff(a, write(tmp_path / "b", chain("a"))).equal
+
+
+def few_together(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
+    """Read a few calls together, and keep what takes memory elsewhere."""
+    for name in ("CHUNK", "_CHECKED"):
+        monkeypatch.setattr(f"opintercept.runs.store.columns.{name}", calls)
+    monkeypatch.setattr("opintercept.runs.compare.index._WAITING", 2 * calls)
+    monkeypatch.setattr("opintercept.runs.compare.index._SPOOLED", 10 * calls)
+
+
+@pytest.mark.parametrize("change", ["none", "all", "left out", "added", "moved", "shuffled", "cut", "other modules"])
+def test_pairs_are_the_same_however_few_calls_are_read_together(
+    compare: Any, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    random = Random(0)
+    modules = [random.choice("abcdef") for _ in range(60)]
+    a = [call(each, f"x{n}", f"w{each}", f"y{n}", step=n // 6, elapsed=0.5) for n, each in enumerate(modules)]
+    b = [each | {"module": f"m{each['module']}"} if change == "other modules" else dict(each) for each in a]
+    if change == "all":
+        b = [call(each, f"x{n}'", f"w{each}", f"y{n}'", step=n // 6, elapsed=0.5) for n, each in enumerate(modules)]
+    elif change in ("left out", "moved"):
+        taken = b.pop(20)
+        b[50:50] = [taken] if change == "moved" else []
+    elif change == "added":
+        b.insert(20, call("c", "new", "wc", "new", elapsed=0.5))
+    elif change == "shuffled":
+        random.shuffle(b)
+    elif change == "cut":
+        del b[40:]
+    together = compare(a, b).as_dict()
+    few_together(monkeypatch, 4)
+    parts = compare(a, b).as_dict()
+    for found in (together, parts):
+        found["a"] = found["b"] = None  # their folders differ
+    assert parts == together
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mark", ["", "'"])
+def test_more_calls_take_no_more_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mark: str) -> None:
+    few_together(monkeypatch, 100)
+
+    def peak(calls: int) -> int:
+        for folder, suffix in (("a", ""), ("b", mark)):
+            made = [call("m", f"x{n}{suffix}", "w", f"y{n}{suffix}") for n in range(calls)]
+            write(tmp_path / f"{calls}{folder}", made)
+        a, b = (runs.open_run(tmp_path / f"{calls}{folder}") for folder in "ab")
+        return peak_memory(lambda: runs.diff(a, b, limit=10))
+
+    peak(300)  # caches
+    assert peak(3000) < 1.2 * peak(1000)
