@@ -33,6 +33,10 @@ _OVERWRITES = (
 OVERWRITES = frozenset(_OVERWRITES.split())
 """Those that write to `self` without reading it."""
 
+_FILLS = "index_copy index_copy_ index_fill_ index_put index_put_ masked_scatter_ scatter scatter_"
+FILLS = frozenset(_FILLS.split())
+"""Those that write to places in `self`, which may be memory that nobody has written if these are all of it."""
+
 MOVES = frozenset(("clone", "contiguous", "copy_", "full_like", "new_full", "_foreach_copy_", "_to_copy"))
 """Those that compute nothing: they copy values, or write one that they are given."""
 

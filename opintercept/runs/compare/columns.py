@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from opintercept._ops.scratch import FILLS, torchs_name
 from opintercept._ops.slots import slots_of
 from opintercept._values.stats import Values
 from opintercept.runs.compare.difference import RoleDifference
@@ -144,6 +145,7 @@ class Rule(NamedTuple):
     unclear: bool  # an output can differ although all recorded operands are equal
     output_differs: bool
     uncompared: bool  # nothing shows whether the outputs are equal
+    fills: bool  # where outputs are equal, it has overwritten what differed in `self`
     differing: int  # the operands that differ
     changed: int  # those of them that only one of the calls has, or that are parameters
     by: int  # what the verdicts of equal operands and outputs rest on, as an index into `BY`
@@ -211,7 +213,8 @@ class Rules:
                 # No value of another call explains an operand that only one of them has, nor a parameter.
                 changed |= operand(role) if basis.only_one or is_parameter else 0
         argument = bool(self._comparer.arguments(a, b))
-        found = metadata, argument, unclear, output_differs, uncompared, differing, changed, by
+        fills = all(torchs_name(call.record.op) in FILLS for call in (a, b))
+        found = metadata, argument, unclear, output_differs, uncompared, fills, differing, changed, by
         return Rule(*found, bases, (slots_of(a.values), slots_of(b.values)), frozenset(parameters))
 
 
@@ -230,7 +233,7 @@ class Compared:
     """Compares pairs of calls, of which each has the rule at its place in `which`.
 
     Attributes:
-        metadata, argument, unclear, output_differs, uncompared, differing, changed: As in `Rule`.
+        metadata, argument, unclear, output_differs, uncompared, fills, differing, changed: As in `Rule`.
         by: Of what makes the pairs equal, what shows least, as an index into `BY`.
         relative: The largest relative error of an output; -1 if unknown.
         others: A hash of the tensors without a role of their own that differ; 0 for none.
@@ -240,10 +243,10 @@ class Compared:
         self, comparer: Comparer, rules: Sequence[Rule], which: Array, a: Side, b: Side, errors: Errors | None = None
     ) -> None:
         fields = [np.array(column)[which] for column in list(zip(*rules, strict=True))[:_DECIDED]]
-        self.metadata, self.argument, self.unclear, self.output_differs, self.uncompared, *numbers = fields
+        self.metadata, self.argument, self.unclear, self.output_differs, self.uncompared, self.fills, *numbers = fields
         self.differing, self.changed, self.by = (column.astype(np.uint8) for column in numbers)
         self.relative, self.others = np.full(len(which), -1.0), np.zeros(len(which), np.uint64)
-        for role in dict.fromkeys(role for rule in rules for role in rule.bases):
+        for role in sorted(dict.fromkeys(role for rule in rules for role in rule.bases), key=operand):  # outputs first
             bases = [rule.bases.get(role, _NO_BASIS) for rule in rules]
             rows = np.flatnonzero(np.array([basis.valued for basis in bases])[which])
             if not len(rows):
@@ -258,6 +261,8 @@ class Compared:
                 found = verdicts(comparer, basis, x, y, rows, read)
                 self._add(role, rows, found)
                 differs = found.differs
+            if role == "self":
+                differs = differs & ~(self.fills[rows] & ~self.output_differs[rows] & ~self.uncompared[rows])
             if operand(role):
                 at = np.flatnonzero(differs)
                 self._add_differing(role, rows[at], parameters[at], x["hash"][at], y["hash"][at])

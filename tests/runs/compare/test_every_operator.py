@@ -89,3 +89,20 @@ def test_an_operator_of_another_library_is_no_view_because_it_is_called_like_one
             found[factor] = runs.open_run(path)
     difference = runs.diff(found[2.0], found[3.0])
     assert dict(difference.kinds) == {"added": 1}
+
+
+@pytest.mark.parametrize(
+    ("before", "filled", "value", "kind"),
+    [(7.0, 3, 0.0, None), (7.0, 2, 0.0, "changed operand"), (0.0, 3, 1.0, "changed operand")],
+)
+def test_memory_that_a_call_fills_is_no_changed_operand(
+    tmp_path: Path, before: float, filled: int, value: float, kind: str | None
+) -> None:
+    def record(path: Path, before: float, value: float) -> runs.Run:
+        memory, values = torch.full((3,), before), torch.full((filled,), value)
+        with intercept(runs.RunRecorder(path), ops="all"):
+            memory[torch.arange(filled)] = values
+        return runs.open_run(path)
+
+    first = runs.diff(record(tmp_path / "a", 0.0, 0.0), record(tmp_path / "b", before, value)).first
+    assert (first and first.kind) == kind
