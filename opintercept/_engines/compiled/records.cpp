@@ -219,7 +219,8 @@ PyObject* put(PyObject* self, PyObject* args) {
   CallRecord record{};
   std::memcpy(&record, PyBytes_AS_STRING(call), std::min(sizeof record, static_cast<size_t>(PyBytes_GET_SIZE(call))));
   std::vector<TensorRecord> found(static_cast<size_t>(PyBytes_GET_SIZE(tensors)) / sizeof(TensorRecord));
-  std::memcpy(found.data(), PyBytes_AS_STRING(tensors), found.size() * sizeof(TensorRecord));
+  std::copy_n( // and not memcpy, which takes no null pointer, as that of no tensors may be
+      PyBytes_AS_STRING(tensors), found.size() * sizeof(TensorRecord), reinterpret_cast<char*>(found.data()));
   records_of(self)->put(record, found);
   Py_RETURN_NONE;
 }
