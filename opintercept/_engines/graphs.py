@@ -46,8 +46,7 @@ class _CapturedGraph:
                     without_graph(prepare, results.place)
                 self.results = results
             except torch.OutOfMemoryError:
-                text = "the device has no memory for what hooks read in a CUDA graph: its calls have no values"
-                warnings.warn(text, OpInterceptWarning, stacklevel=caller_level())
+                _tell_of_no_memory()
         captures.append(self.results)
         for pipeline in pipelines:
             calls = self.calls.setdefault(pipeline, [])
@@ -56,8 +55,13 @@ class _CapturedGraph:
     def end(self) -> None:
         """Let the graph write down what it finds."""
         if self.results is not None and self._handles:
-            with _scope.unwatched():
-                without_graph(self.results.end)
+            try:
+                with _scope.unwatched():
+                    without_graph(self.results.end)
+            except torch.OutOfMemoryError:
+                self.leave()
+                self.results = None
+                _tell_of_no_memory()
 
     def leave(self) -> None:
         """See no more calls. Can be repeated."""
@@ -81,6 +85,11 @@ class _CapturedGraph:
                 watcher.pipeline.replay(calls, results)
 
 
+def _tell_of_no_memory() -> None:
+    text = "the device has no memory for what hooks read in a CUDA graph: its calls have no values"
+    warnings.warn(text, OpInterceptWarning, stacklevel=caller_level())
+
+
 class _Noter:
     """Runs after the other hooks, and notes what they keep of a captured call."""
 
@@ -101,7 +110,6 @@ _captures: weakref.WeakKeyDictionary[Any, _CapturedGraph] = weakref.WeakKeyDicti
 def _begin(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> Any:
-        _captures.pop(graph, None)
         capture = _CapturedGraph()
         capture.begin()
         try:
@@ -124,9 +132,6 @@ def _end(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             capture.end()
             return original(graph)
-        except BaseException:
-            _captures.pop(graph, None)
-            raise
         finally:
             capture.leave()
 

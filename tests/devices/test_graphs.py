@@ -32,11 +32,13 @@ def test_a_graph_without_readers_and_one_that_a_block_has_left() -> None:
     assert found["broken"] == [2, 6]  # the hook that fails is switched off, and the other goes on
     assert found["left"] == [1, 1, 0]
     left_out = "Stats leaves out calls that a CUDA graph captures, since "
+    no_memory = "the device has no memory for what hooks read in a CUDA graph: its calls have no values"
+    assert found["no room"]["end"] == [0, 4, [no_memory]]
     assert found["no room"]["memory"] == [
         0,
         4,
         [
-            "the device has no memory for what hooks read in a CUDA graph: its calls have no values",
+            no_memory,
             left_out + "they have no values before the graph is replayed",
         ],
     ]

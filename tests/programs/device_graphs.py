@@ -184,19 +184,31 @@ def edges() -> Any:
     with intercept(hooks.Stats(), graphs=True) as watch:
         with contextlib.suppress(KeyError):
             graph(fails)
+        with contextlib.suppress(RuntimeError):
+            kept.capture_begin()  # once more, which torch refuses
         hooked = len(watch.watcher.pipeline.hooks)
         unfinished = toy_device.Graph()
         unfinished.capture_begin()
     unfinished.capture_end()
     found["no room"] = {}
     whole = late.ROOM
-    for case, room, memory in (("memory", whole, whole), ("table", late.SPARE + 1, -1)):
+
+    def filling() -> Tensor:
+        made = step()
+        torch.ops.toy.limit(0)
+        return made
+
+    for case, room, memory, captured in (
+        ("memory", whole, whole, step),
+        ("table", late.SPARE + 1, -1, step),
+        ("end", whole, -1, filling),
+    ):
         late.ROOM = room
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             with intercept([stats := hooks.Stats(), recorder := hooks.Recorder()], graphs=True):
                 torch.ops.toy.limit(memory)  # in bytes; the table takes eight times as many
-                made, _ = graph()
+                made, _ = graph(captured)
                 torch.ops.toy.limit(-1)
                 made.replay()
         late.ROOM = whole

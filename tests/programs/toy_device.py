@@ -78,6 +78,8 @@ class Graph:
     number = -1
 
     def capture_begin(self) -> None:
+        if self.number >= 0:
+            raise RuntimeError("the graph has been captured")
         Graph.captured = _current()
         torch.ops.toy.begin_capture()
 
