@@ -191,7 +191,13 @@ class GraphResults:
         return self._size > ROOM - SPARE
 
     def end(self) -> None:
-        """Let the graph write its table, as the last of what it captures."""
+        """Let the graph write its table, as the last of what it captures.
+
+        Raises:
+            torch.OutOfMemoryError: The device has no memory, or the last call had more than the table has room for.
+        """
+        if self._size > len(self._table):
+            raise torch.OutOfMemoryError
         if self._lates:
             words, places = _joined([late.parts for late in self._lates])
             self._table[: self._size].copy_(words)

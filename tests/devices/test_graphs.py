@@ -34,6 +34,7 @@ def test_a_graph_without_readers_and_one_that_a_block_has_left() -> None:
     left_out = "Stats leaves out calls that a CUDA graph captures, since "
     no_memory = "the device has no memory for what hooks read in a CUDA graph: its calls have no values"
     assert found["no room"]["end"] == [0, 4, [no_memory]]
+    assert found["no room"]["call"] == [0, 4, [left_out + "it has no room for more values", no_memory]]
     assert found["no room"]["memory"] == [
         0,
         4,

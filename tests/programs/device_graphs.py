@@ -191,7 +191,7 @@ def edges() -> Any:
         unfinished.capture_begin()
     unfinished.capture_end()
     found["no room"] = {}
-    whole = late.ROOM
+    whole, spare = late.ROOM, late.SPARE
 
     def filling() -> Tensor:
         made = step()
@@ -202,8 +202,9 @@ def edges() -> Any:
         ("memory", whole, whole, step),
         ("table", late.SPARE + 1, -1, step),
         ("end", whole, -1, filling),
+        ("call", 1, -1, step),
     ):
-        late.ROOM = room
+        late.ROOM, late.SPARE = room, min(spare, room - 1)
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             with intercept([stats := hooks.Stats(), recorder := hooks.Recorder()], graphs=True):
@@ -211,7 +212,7 @@ def edges() -> Any:
                 made, _ = graph(captured)
                 torch.ops.toy.limit(-1)
                 made.replay()
-        late.ROOM = whole
+        late.ROOM, late.SPARE = whole, spare
         texts = [str(each.message).partition(";")[0] for each in told]
         found["no room"][case] = sum(row.calls for row in stats.rows()), len(recorder.records), texts
     found["left"] = hooked, len(watch.watcher.pipeline.hooks), len(late.captures)
