@@ -212,6 +212,30 @@ def test_rows_beyond_the_ring_reach_the_hooks() -> None:
     assert [record.index for record in recorder.records] == list(range(3 * MOST))
 
 
+@pytest.mark.parametrize("step", [lambda x: torch.mm(x, x), lambda x: x.add_(0)], ids=["new", "overwritten"])
+def test_calls_beyond_a_ring_that_nobody_empties_are_recorded_once(step: Callable[..., Any], tmp_path: Path) -> None:
+    telling, go_on = threading.Event(), threading.Event()
+
+    def tell_and_wait(note: PendingRecord) -> None:
+        if note.index == 1:
+            telling.set()
+            go_on.wait(30)
+
+    slow, path, x = Noting(tell_and_wait), tmp_path / "run", torch.ones(2, 2)
+    with intercept([slow, runs.RunRecorder(path)], ops=("mm", "add_"), engine="compiled"):
+        for _ in range(2):
+            step(x)
+        teller = threading.Thread(target=lambda: slow.records)
+        teller.start()
+        assert telling.wait(10)
+        for _ in range(MOST + 1):
+            step(x)
+        go_on.set()
+        teller.join()
+    recorded = [call.record.index for call in runs.open_run(path).calls()]
+    assert sorted(recorded) == sorted(record.index for record in slow.records) == list(range(MOST + 3))
+
+
 def test_records_can_be_read_inside_a_block() -> None:
     recorder, stats = hooks.Recorder(), hooks.Stats()
     with intercept([recorder, stats], engine="compiled"):

@@ -615,7 +615,7 @@ bool put_row(Call& call, Part& part, std::string& key) {
     }
     return true;
   }
-  if (call.writes() && written) { // what it has overwritten is gone, and hooks cannot read it again
+  if (written) { // hooks cannot see it again: its record is written, and what it has overwritten is gone
     Locked locked;
     if (PyObject* row = part.ring->as_python(part.known, key, part.row, part.values); row != nullptr) {
       THPObjectPtr owned(row);
