@@ -63,3 +63,13 @@ def test_an_interrupt_while_memory_gets_its_number_leaves_nothing(line: int, int
         interrupts(line)
         numbers.place(tensor)
     assert numbers.place(tensor)[0] == 1  # pytest fails the test if something cannot be freed
+
+
+def test_of_many_tensors_the_oldest_is_forgotten() -> None:
+    numbers, first, most = MemoryNumbers(), torch.ones(2), 1 << 16
+    assert numbers.place(first)[0] == 1
+    for _ in range(most - 1):
+        numbers.place(torch.ones(1))
+    assert numbers.place(first)[0] == 1
+    numbers.place(torch.ones(1))
+    assert numbers.place(first)[0] == most + 2
