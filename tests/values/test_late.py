@@ -50,7 +50,24 @@ def test_without_memory_for_a_copy_it_is_tried_again(monkeypatch: pytest.MonkeyP
         patch.setattr(torch, "cat", Mock(side_effect=torch.OutOfMemoryError))
         put = [lots.put([torch.tensor(place)]) for place in range(2)]
     assert not put[0].is_sent
-    assert [list(each.read()[0]) for each in put] == [[0], [1]]
+    assert list(put[0].read()[0]) == [0]
+    assert put[1].is_sent
+    assert list(put[1].read()[0]) == [1]
+
+
+def test_a_result_that_was_copied_alone_is_not_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    lots, cat, fails = Lots(2), torch.cat, iter([True, True])
+
+    def fails_twice(tensors: list[torch.Tensor]) -> torch.Tensor:
+        if next(fails, False):
+            raise torch.OutOfMemoryError
+        return cat(tensors)
+
+    monkeypatch.setattr(torch, "cat", fails_twice)
+    put = [lots.put([torch.tensor(place)]) for place in range(2)]
+    assert list(put[0].read()[0]) == [0]
+    assert not put[1].is_sent
+    assert [list(each.read()[0]) for each in reversed(put)] == [[1], [0]]
 
 
 def test_a_result_that_another_thread_reads_while_it_is_sent_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
