@@ -272,6 +272,8 @@ def _found(count: int, has_terms: bool, numbers: list[Numbers]) -> tuple[int, Re
     total, spread = mean * count, variance * count
     if not math.isfinite(spread):
         spread = math.inf
+    elif lows[0] == highs[1]:
+        spread = 0.0  # and not what rounding leaves of it
     elif finite < count and finite:  # zeros have stood for the others
         apart_from_zeros = mean * count / finite
         spread -= finite * (apart_from_zeros - mean) ** 2 + (count - finite) * mean * mean

@@ -59,6 +59,12 @@ def test_every_number_agrees_with_numpy(way: str, tensor: Tensor) -> None:
 
 
 @ways
+def test_equal_values_beside_nan_do_not_deviate(way: str) -> None:
+    with read(way):
+        assert one_row(torch.tensor([math.nan, math.nan, 34973.82060296421], dtype=torch.float64)).std == 0.0
+
+
+@ways
 @settings(deadline=None)
 @given(several=st.lists(tensors(), min_size=2, max_size=5))
 def test_several_calls_give_the_statistics_of_all_their_values(way: str, several: list[Tensor]) -> None:
