@@ -12,6 +12,9 @@ namespace opintercept {
 
 bool Matrices::describe(const at::Tensor& tensor) {
   const void* found;
+  if (tensor.layout() != c10::kStrided) { // sparse CSR has no strides
+    return false;
+  }
   auto sizes = tensor.sizes(), strides = tensor.strides();
   if (sizes.empty() || sizes.size() > 3 || !in_memory(tensor, found) || found == nullptr) {
     return false;

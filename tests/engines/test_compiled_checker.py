@@ -77,6 +77,7 @@ def test_right_products_need_no_python(dtype: torch.dtype, exact: bool) -> None:
     assert (checksum.checked, checksum.rows) == (9, 17 * 5 + 9 + 1 + 3 * 17 + 3)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
 def test_other_forms_are_checked_in_python() -> None:
     a, b = torch.randn(8, 8), torch.randn(8, 8)
     with checked() as checksum:
@@ -87,7 +88,8 @@ def test_other_forms_are_checked_in_python() -> None:
         torch.mm(a, b, out=torch.empty(8, 8))
         torch.mm(a.int(), b.int())
         torch.mm(a.to(torch.complex64), b.to(torch.complex64))
-    assert (checksum.findings, checksum.in_python, checksum.checked) == ([], 7, 7)
+        torch.mm(a.to_sparse_csr(), b)
+    assert (checksum.findings, checksum.in_python, checksum.checked) == ([], 8, 8)
 
 
 def test_calls_that_cannot_be_checked_are_counted_without_python() -> None:
