@@ -19,6 +19,7 @@ from compiler import needs_compiler
 from nets import Block, Model
 from threads import run_threads
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from opintercept import CallRecord, NonFiniteError, OpCall, OpInterceptWarning, hooks, intercept, register_op, runs
 from opintercept._core import noted as _rows
@@ -700,3 +701,60 @@ def test_pauses_and_inner_blocks_of_other_engines_are_kept() -> None:
         torch.mm(X, X)
         torch.mm(X, X)
     assert len(recorder.records) == 6
+
+
+def test_in_place_operators_without_outputs_are_read(tmp_path: Path) -> None:
+    values, stats = [torch.full((2, 2), 8.0), torch.full((3,), 8.0)], hooks.Stats()
+    for watching in (stats, runs.RunRecorder(tmp_path)):
+        with intercept(watching, ops="all", engine="compiled"):
+            for _ in range(3):
+                torch._foreach_mul_(values, 0.5)
+    assert [(row.calls, row.count, row.min, row.max) for row in stats.rows()] == [(3, 12, 1.0, 4.0)]
+    assert [call.values["output"].max for call in runs.open_run(tmp_path).calls()] == [0.5, 0.25, 0.125]
+
+
+class Wrapper(torch.Tensor):
+    """Keeps a tensor and hands on each operator."""
+
+    held: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapper:
+        made: Wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.size(), dtype=inner.dtype)
+        made.held = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = tree_map_only(Wrapper, lambda each: each.held, (args, kwargs or {}))
+        return tree_map_only(torch.Tensor, Wrapper, func(*args, **kwargs))
+
+
+@pytest.mark.parametrize("ops", ["matmul", "all"])
+def test_calls_inside_a_wrapper_have_their_modules_in_backward(ops: str) -> None:
+    inner = nn.Linear(4, 4)
+    inner.weight = nn.Parameter(Wrapper(inner.weight.detach()))
+    layer = nn.Sequential(inner)
+
+    def records(*more: Any) -> list[CallRecord]:
+        recorder = hooks.Recorder()
+        layer.zero_grad()
+        with intercept([recorder, *more], ops=ops, engine="compiled"):
+            for _ in range(3):
+                layer(torch.ones(3, 4)).sum().backward()
+        return timeless(recorder.records)
+
+    noted = records()
+    assert noted == records(lambda call: None)
+    assert {each.module for each in noted if each.op == "aten::mm" and each.phase == "backward"} == {"0"}
+
+
+def test_what_fake_tensors_are_made_of_is_not_recorded(tmp_path: Path) -> None:
+    weight = torch.randn(4, 4)
+    compiled = torch.compile(lambda x: (x @ weight).relu(), backend="aot_eager", dynamic=True)
+    with intercept(runs.RunRecorder(tmp_path), ops="all", engine="compiled"):
+        for rows in (2, 3):
+            compiled(torch.ones(rows, 4))
+    calls = [call.record for call in runs.open_run(tmp_path).calls()]
+    assert [each.op for each in calls if each.gemm] == ["aten::mm"] * 2
+    assert not any("meta" in str(each) for each in calls)

@@ -331,6 +331,12 @@ PyObject* invoke(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject* n
   }
 }
 
+// Whether a call is one of what a `FakeTensor` is made of, which is on meta without its key.
+bool is_fake(const c10::OperatorHandle& op, const Stack& stack) {
+  const size_t count = op.schema().arguments().size();
+  return count > 0 && stack[stack.size() - count].isTensor() && stack[stack.size() - count].toTensor().is_meta();
+}
+
 struct Kernel final : c10::OperatorKernel {
   const Overload* overload;
   explicit Kernel(const Overload* o) : overload(o) {}
@@ -345,7 +351,8 @@ struct Kernel final : c10::OperatorKernel {
       }
     } counted;
     DispatchKeySet below = keyset & BELOW;
-    if (keyset.has(DispatchKey::Meta) || keyset.has_any(UNREAL) || !ran_with_hooks(*overload, op, below, stack)) {
+    if (keyset.has(DispatchKey::Meta) || keyset.has_any(UNREAL) || is_fake(op, *stack) ||
+        !ran_with_hooks(*overload, op, below, stack)) {
       op.redispatchBoxed(below, stack);
     }
   }

@@ -323,8 +323,8 @@ struct Call {
         wanted.push_back(static_cast<long>(i));
       }
     }
-    if (wanted.empty() && !entry.numbers) {
-      return; // autograd has no node for it
+    if (wanted.empty() && !entry.numbers && !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Conjugate)) {
+      return; // autograd has no node for it, nor for a wrapper that it is inside of
     }
     Locked locked;
     THPObjectPtr used(addresses());
@@ -564,7 +564,7 @@ bool look_at_outputs(
     return true;
   }
   if (call.reads_any()) {
-    const bool strict = !part.records_alone(); // other hooks see what is not a tensor
+    const bool strict = count > 0 && !part.records_alone(); // other hooks see what is not a tensor
     const std::vector<at::Tensor> results = strict ? std::vector<at::Tensor>() : call.results(outputs, count);
     for (size_t role = OUTPUT; role < AFTER_OUTPUTS && role - OUTPUT < (strict ? count : results.size()); role++) {
       if (!plan.reads[role] || (!strict && !results[role - OUTPUT].defined())) {
