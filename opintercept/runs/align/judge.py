@@ -41,6 +41,7 @@ _NAMED = 16  # changed rows that are named
 _ROUNDINGS = 10.0  # how many roundings of their dtype the operators between two products may take
 _GROWTH = 2.0  # and how many times they may enlarge the usual error: by 1.5 in most clean pairs
 _WORST_GROWTH = 3.0  # and that of the worst row: by 2.7 there
+_ALONE = 3.0  # and how far above most columns one is whose error is its own
 _PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "_int_mm", "linear_dynamic"))
 _FROM_BEFORE = ("lhs", "q", "k", "v")  # what a pair before may explain
 _NEAR = 16  # calls between an attention and products of the same tokens
@@ -130,6 +131,7 @@ class _Comparing:
         self._roundings: dict[tuple[SideName, int], float | None] = {}  # of calls that several pairs may share
         self._known: dict[int, Aligned] = {}  # pairs of products that the replay has compared
         self._means: dict[int, tuple[float, float]] = {}  # the usual errors of a product's input and output
+        self._inputs: dict[int, float] = {}  # the error of a product's input, without columns that are off by chance
         self._replay: ProgramReplay | None = None
 
         @lru_cache(_KEPT)
@@ -188,7 +190,8 @@ class _Comparing:
                 pair = replace(pair, changed=kept, changed_rows=(), nearest=())
             means = self._means.get(number, (0.0, 0.0))
             far = means[0] > math.hypot(_GROWTH * max(mean, own_error), allowed)  # independent errors add up so
-            pair = _judged(pair, limit, caused, own, far=far, product=self._target(number) is not None)
+            off = far or self._inputs.get(number, pair.lhs or 0.0) > limit
+            pair = _judged(pair, limit, caused, own, off=off, product=self._target(number) is not None)
             if pair.kind in CAUSES and target is not None:
                 blamed.add(id(target))
             if pair.kind in CAUSES and target is not None and not {"rhs", "bias", "dtype"} & {*pair.changed}:
@@ -443,7 +446,7 @@ class _Comparing:
         step = self._step(number)
         copies = None if self._replay is None or step is None else self._replay.operand(step)
         errors: list[float] = []
-        lhs, inputs = 0.0, list[torch.Tensor]()
+        lhs, own, inputs = 0.0, 0.0, list[torch.Tensor]()
         for match_number, b, factors in found:
             match = self._joining.matches[match_number]
             weight = self._row_errors(match_number, number, b)
@@ -477,7 +480,7 @@ class _Comparing:
                 rounded = bool(weight.error.any()) and weight.dtype.is_floating_point
                 dtype = max(factors.x.dtype, weight.dtype, key=_eps) if rounded else factors.x.dtype
                 self._replay.compare(step, copies, take, y, dtype, factor)
-            lhs = max(lhs, _input_error(x, y))
+            lhs, own = max(lhs, _input_error(x, y)), max(own, _input_error(x, y, own=True))
             inputs.append(row_errors(x, y))
             places = ra[:, None], torch.from_numpy(match.rows_a)
             if bool((filled[places] == a.w.size(2)).all()):  # another process has computed the same
@@ -501,6 +504,7 @@ class _Comparing:
         pair = _with_output(replace(pair, lhs=lhs), mine, expected, whole)
         outputs = row_errors(mine.where(whole, 0), expected.where(whole, 0))
         self._means[number] = usual_error(torch.cat(inputs)), usual_error(outputs)
+        self._inputs[number] = own
         return replace(pair, output=max(pair.output, *errors)) if errors and pair.output is not None else pair
 
     def _tokens(self, a: int, b: int, rows_a: int, rows_b: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -596,14 +600,13 @@ def _with_output(pair: Aligned, mine: torch.Tensor, expected: torch.Tensor, whol
     return replace(pair, output=row_error(x, y), max_absolute=_largest(y - x))
 
 
-def _judged(pair: Aligned, limit: float, caused: bool, own: bool | None, *, far: bool, product: bool) -> Aligned:
+def _judged(pair: Aligned, limit: float, caused: bool, own: bool | None, *, off: bool, product: bool) -> Aligned:
     """The pair with its kind; `own` is whether the replay says that it is a cause, None if there is none.
 
-    Without a replay, it is one if the worst row of its input is beyond the limit, or if the usual row is `far` off.
+    Without a replay, it is one if its input is `off`: the worst row is beyond the limit, or the usual row far away.
     """
     if own is not True and own is not None and not product:
         pair = replace(pair, changed=(), arguments=())
-    off = far or (pair.lhs is not None and not pair.lhs <= limit)
     differs = off and not {"q", "k", "v", "heads"} & {*pair.changed}
     if own if own is not None and product else differs and own is not False:
         pair = replace(pair, changed=("lhs", *pair.changed))
@@ -683,9 +686,18 @@ def _smallest(dtypes: Dtypes) -> float:
     return max((each.tiny * each.eps for each in found), default=0.0)
 
 
-def _input_error(x: torch.Tensor, y: torch.Tensor) -> float:
-    """The largest relative error of a row, or of a column of many rows: that of one neuron is small in a row."""
-    return max(row_error(x, y), row_error(x.mT, y.mT) if len(x) >= MANY else 0.0)
+def _input_error(x: torch.Tensor, y: torch.Tensor, *, own: bool = False) -> float:
+    """The largest relative error of a row, or of a column of many rows: that of one neuron is small in a row.
+
+    Of many columns, one is far off by chance: the sum of `m` squares of noise, the largest of `n` such sums, is about
+    `m + 2 sqrt(m log n) + 2 log n` (Laurent and Massart, 2000). With `own`, a column counts if it is far above most.
+    """
+    error, (m, n) = row_error(x, y), x.shape
+    if m < MANY or not n:
+        return error
+    columns, log = row_errors(x.mT, y.mT), math.log(n)
+    worst, chance = float(columns.max()), math.sqrt(1 + 2 * math.sqrt(log / m) + 2 * log / m)
+    return error if own and worst <= _ALONE * chance * float(columns.median()) else max(error, worst)
 
 
 def _error(x: torch.Tensor, y: torch.Tensor) -> float:

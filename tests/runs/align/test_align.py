@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from parallel_llama import llama
 from processes import run_beside
 from torch import Tensor, nn
-from torch.nn.functional import gelu, linear, scaled_dot_product_attention
+from torch.nn.functional import gelu, linear, scaled_dot_product_attention, silu
 
 from opintercept import OpInterceptError, hooks, intercept, runs
 from opintercept.runs.align.alignment import Aligned, Alignment
@@ -593,6 +593,36 @@ def test_dynamic_int8_is_joined_by_what_it_computes(changed: bool, tmp_path: Pat
         assert (found.first.a.record.module, found.first.changed) == ("4", ("lhs",))
     else:
         check_whole(found)
+
+
+class Gated(nn.Module):
+    """A wide MLP, of which one neuron may be off."""
+
+    def __init__(self, width: int, off: float = 1.0) -> None:
+        super().__init__()
+        self.first, self.gate = nn.Linear(64, 64, bias=False), nn.Linear(64, width, bias=False)
+        self.up, self.down = nn.Linear(64, width, bias=False), nn.Linear(width, 64, bias=False)
+        self.factors = torch.ones(width)
+        self.factors[17] = off
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        out: Tensor = self.down(silu(self.gate(x)) * self.up(x) * self.factors)
+        return out
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.ao says that it moves
+@pytest.mark.parametrize("off", [1.0, 2.0], ids=["", "one is off"])
+@pytest.mark.parametrize("width", [512, 4096])
+def test_of_many_neurons_one_that_is_far_off_by_chance_is_not_named(width: int, off: float, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, twin = Gated(width), Gated(width, off)
+    twin.load_state_dict(model.state_dict())
+    packed = torch.ao.quantization.quantize_dynamic(twin, {nn.Linear})
+    x = torch.randn(8, 64)
+    found = aligned(tmp_path, lambda: model(x), lambda: packed(x))
+    named = found.first and (found.first.a.record.module, found.first.changed)
+    assert named == (("down", ("lhs",)) if off != 1 else None)
 
 
 @pytest.mark.parametrize("changed", [False, True], ids=["", "changed"])
