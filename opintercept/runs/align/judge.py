@@ -480,7 +480,7 @@ class _Comparing:
                 rounded = bool(weight.error.any()) and weight.dtype.is_floating_point
                 dtype = max(factors.x.dtype, weight.dtype, key=_eps) if rounded else factors.x.dtype
                 self._replay.compare(step, copies, take, y, dtype, factor)
-            lhs, own = max(lhs, _input_error(x, y)), max(own, _input_error(x, y, own=True))
+            lhs, own = map(max, (lhs, own), _input_errors(x, y))
             inputs.append(row_errors(x, y))
             places = ra[:, None], torch.from_numpy(match.rows_a)
             if bool((filled[places] == a.w.size(2)).all()):  # another process has computed the same
@@ -686,18 +686,19 @@ def _smallest(dtypes: Dtypes) -> float:
     return max((each.tiny * each.eps for each in found), default=0.0)
 
 
-def _input_error(x: torch.Tensor, y: torch.Tensor, *, own: bool = False) -> float:
+def _input_errors(x: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
     """The largest relative error of a row, or of a column of many rows: that of one neuron is small in a row.
 
-    Of many columns, one is far off by chance: the sum of `m` squares of noise, the largest of `n` such sums, is about
-    `m + 2 sqrt(m log n) + 2 log n` (Laurent and Massart, 2000). With `own`, a column counts if it is far above most.
+    The second number leaves out columns that are off by chance, as one of many is: the sum of `m` squares of noise, the
+    largest of `n` such sums, is about `m + 2 sqrt(m log n) + 2 log n` (Laurent and Massart, 2000).
     """
     error, (m, n) = row_error(x, y), x.shape
     if m < MANY or not n:
-        return error
+        return error, error
     columns, log = row_errors(x.mT, y.mT), math.log(n)
     worst, chance = float(columns.max()), math.sqrt(1 + 2 * math.sqrt(log / m) + 2 * log / m)
-    return error if own and worst <= _ALONE * chance * float(columns.median()) else max(error, worst)
+    most = max(error, worst)
+    return most, most if worst > _ALONE * chance * float(columns.median()) else error
 
 
 def _error(x: torch.Tensor, y: torch.Tensor) -> float:
