@@ -190,7 +190,7 @@ class _Comparing:
                 pair = replace(pair, changed=kept, changed_rows=(), nearest=())
             means = self._means.get(number, (0.0, 0.0))
             far = means[0] > math.hypot(_GROWTH * max(mean, own_error), allowed)  # independent errors add up so
-            off = far or self._inputs.get(number, pair.lhs or 0.0) > limit
+            off = far or not self._inputs.get(number, pair.lhs or 0.0) <= limit  # NaN is off
             pair = _judged(pair, limit, caused, own, off=off, product=self._target(number) is not None)
             if pair.kind in CAUSES and target is not None:
                 blamed.add(id(target))
