@@ -15,6 +15,8 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
+# `exits` comes before `end` is registered, so that `end` runs before it and leaves these blocks with their error.
+from opintercept._core import exits  # noqa: F401
 from opintercept._core.errors import OpInterceptError, OpInterceptWarning
 from opintercept.cli import UNUSABLE
 from opintercept.cli.run.hooks import ChosenHooks, Stop
