@@ -7,8 +7,10 @@ watched then.
 from __future__ import annotations
 
 import inspect
+import sys
 import types
 from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import nullcontext
 from typing import Any
 
 from opintercept._blocks import outside
@@ -74,7 +76,7 @@ def _drive(watcher: Watcher, body: Any) -> Generator[Any, Any, Any]:
     resume: Callable[..., Any] = body.send
     value: Any = None
     while True:
-        with active:
+        with active if not sys.is_finalizing() else nullcontext():  # then its hooks have exited
             try:
                 yielded = resume(value)
             except StopIteration as stop:
@@ -83,7 +85,7 @@ def _drive(watcher: Watcher, body: Any) -> Generator[Any, Any, Any]:
             value = yield yielded
             resume = body.send
         except GeneratorExit:
-            with active:
+            with active if not sys.is_finalizing() else nullcontext():
                 body.close()
             raise
         except BaseException as exception:

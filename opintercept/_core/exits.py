@@ -1,14 +1,17 @@
 """With blocks that leave nothing behind, wherever an interrupt or another exception stops them.
 
-Invariant: what an entry has changed is undone once: by the exit, by the enter that failed, or, if Python completed
-neither, when the with statement releases its exit. Must not import torch.
+Invariant: what an entry has changed is undone once: by the exit, by the enter that failed, if Python completed neither
+when the with statement releases its exit, or when the program ends. Must not import torch.
 """
 
 from __future__ import annotations
 
 import _thread
+import atexit
+import contextlib
 import functools
 import opcode
+import sys
 import threading
 import time
 import weakref
@@ -17,6 +20,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from opintercept._core.errors import OpInterceptError
+from opintercept._core.fork import in_child
 
 
 class Entry(Protocol):
@@ -44,6 +48,7 @@ class _Offer(threading.local):
 
 
 _offer = _Offer()
+_open: dict[int, Entry] = {}  # entries that have begun and not ended, in this order, by identity
 
 
 class Exit:
@@ -125,6 +130,7 @@ def enter(manager: Any, entry: Entry) -> None:
         if leaver is not None and leaver.manager is manager:
             leaver.entry = entry
             _offer.leaver = None
+        _open[id(entry)] = entry
         entry.begin()
     except BaseException as exception:
         finish(entry, exception)
@@ -138,6 +144,8 @@ def finish(entry: Entry, failed: BaseException | None) -> None:
     except BaseException:
         entry.end(failed)  # undoes what is left
         raise
+    finally:
+        _open.pop(id(entry), None)
 
 
 def leave(
@@ -148,6 +156,9 @@ def leave(
     if entry is None:
         leaver.by_hand(leaver.manager, kind, value, trace)
         return
+    if id(entry) not in _open:  # the end of the program has ended it
+        leaver.over()
+        return
     try:
         entry.check()
     except OpInterceptError:
@@ -157,9 +168,44 @@ def leave(
         entry.end(value)
     except BaseException:
         entry.end(value)  # as in `finish`, without the cost of calling it
+        _open.pop(id(entry), None)
         leaver.over()
         raise
+    _open.pop(id(entry), None)
     leaver.over()
+
+
+@atexit.register
+def leave_all() -> None:
+    """End the entries that nobody has ended, when the program ends.
+
+    Python closes generators and coroutines that are suspended in a block only while it frees modules. It is too late
+    then: threads no longer start, and even `open` is gone.
+    """
+    failed: BaseException | None = getattr(sys, "last_value", None)
+    failures: list[Exception] = []
+    try:
+        if failed is not None:
+            raise failed  # so that hooks see it as the current exception
+    except BaseException:
+        _end_all(failed, failures)
+    else:
+        _end_all(None, failures)
+    if failures:
+        raise failures[0]  # Python prints it
+
+
+def _end_all(failed: BaseException | None, failures: list[Exception]) -> None:
+    for entry in reversed([*_open.values()]):
+        try:
+            # Another thread may have entered a block, and have a torch mode that this one cannot reach.
+            with contextlib.suppress(OpInterceptError):
+                finish(entry, failed)
+        except Exception as failure:
+            failures.append(failure)
+
+
+in_child(_open.clear)  # those of the parent
 
 
 _DEPTH = 16  # frames; no `begin` or `end` of the package needs more
@@ -180,8 +226,12 @@ def uninterrupted(work: Callable[[], None]) -> None:
     """Run a function whole or not at all, and raise what it raises, or the interrupt that came meanwhile.
 
     An interrupt, or an exception from another thread, reaches the thread that waits here. The function runs in another
-    one, which none reaches, and whoever takes the ticket first decides whether it runs.
+    one, which none reaches, and whoever takes the ticket first decides whether it runs. It must not import what the
+    thread that waits may be importing: `opintercept run` enters its block inside the import of torch.
     """
+    if sys.is_finalizing():  # up to Python 3.11 a thread may be started now, and never runs
+        work()
+        return
     ticket, ended, failures = [work], list[bool](), list[BaseException]()
     lock = _thread.allocate_lock()
 

@@ -44,6 +44,8 @@ def run_if_quiet(kernel: CodeType | None, threads_before: frozenset[str], steps:
     Returns:
         Whether the steps have run.
     """
+    if sys.is_finalizing():  # the kernels go with the process, and what Python has built in may be gone already
+        return False
     done: list[bool] = []
     every: list[Callable[[], Any]] = [*steps, partial(done.append, True)]
     calls: Iterator[Any] = map(operator.call, every)

@@ -474,3 +474,108 @@ def test_installing_kernels_again_causes_no_warning() -> None:
         for _ in range(3):
             with intercept(), intercept():
                 A @ A
+
+
+# What a program may leave suspended inside a block when it ends, which Python closes while it frees modules.
+SUSPENDED = {
+    "a generator": """
+def body():
+    with watched:
+        yield torch.eye(2) @ torch.eye(2)
+held = body()
+next(held)
+""",
+    "a decorated generator": """
+@watched
+def body():
+    try:
+        while True:
+            yield torch.eye(2) @ torch.eye(2)
+    finally:
+        torch.eye(2) @ torch.eye(2)
+held = body()
+next(held)
+""",
+    "a context manager": """
+@contextlib.contextmanager
+def body():
+    with watched:
+        yield
+held = body()
+held.__enter__()
+torch.eye(2) @ torch.eye(2)
+""",
+    "a task": """
+async def body():
+    with watched:
+        torch.eye(2) @ torch.eye(2)
+        await asyncio.sleep(9)
+held = asyncio.new_event_loop()
+task = held.create_task(body())
+held.run_until_complete(asyncio.sleep(0.01))
+""",
+    "a decorated task": """
+@watched
+async def body():
+    torch.eye(2) @ torch.eye(2)
+    await asyncio.sleep(9)
+held = asyncio.new_event_loop()
+task = held.create_task(body())
+held.run_until_complete(asyncio.sleep(0.01))
+""",
+    "a generator of another thread": """
+def body():
+    with watched:
+        yield torch.eye(2) @ torch.eye(2)
+held = body()
+thread = threading.Thread(target=next, args=[held])
+thread.start()
+thread.join()
+""",
+}
+
+
+@pytest.mark.parametrize("what", SUSPENDED)
+@pytest.mark.parametrize("options", ["", "engine='mode'", "ops='all'"])
+def test_what_is_suspended_inside_a_block_ends_with_the_program(what: str, options: str, tmp_path: Path) -> None:
+    program = f"""
+import asyncio, contextlib, threading, torch
+from opintercept import hooks, intercept, runs
+class Ends:
+    def post(self, call):
+        pass
+    def exit(self):
+        print("left")
+flight = runs.RunRecorder({str(tmp_path / "flight")!r}, flight=9)
+recorder = runs.RunRecorder({str(tmp_path / "run")!r})
+watched = intercept([hooks.Recorder(), recorder, flight, Ends()], {options})
+{SUSPENDED[what]}
+"""
+    done = run_python("-c", program, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "left\n"), done.stderr
+    told = [line for line in done.stderr.splitlines() if not line.startswith(("Task was destroyed", "task: <Task"))]
+    assert told == []
+    run = runs.open_run(tmp_path / "run")
+    assert run.info.finished
+    assert sum(call.record.op == "aten::mm" for call in run.calls()) == 1
+    if "mode" not in options or "thread" not in what:  # that mode is on the stack of a thread that is gone
+        assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_forked_child_leaves_no_block_of_its_parent() -> None:
+    program = """
+import os, torch
+from opintercept import intercept
+class Ends:
+    def post(self, call):
+        pass
+    def exit(self):
+        print("left by", "the parent" if os.getpid() == parent else "the child", flush=True)
+parent = os.getpid()
+block = intercept(Ends())
+block.__enter__()
+if not (child := os.fork()):
+    raise SystemExit
+os.waitpid(child, 0)
+"""
+    assert run_python("-c", program).stdout == "left by the parent\n"
