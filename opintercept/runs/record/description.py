@@ -1,4 +1,8 @@
-"""`described`: the content of `run.json`: the program, its machine, and the settings that affect matmuls."""
+"""`described`: the content of `run.json`: the program, its machine, and the settings that affect matmuls.
+
+Invariant: nothing here initialises CUDA. A program that forks later would fail, and each rank would take memory on the
+first device before it has chosen its own.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,6 +37,16 @@ def described(tensors: TensorMode, rank: int, world_size: int) -> RunInfo:
     )
 
 
+def at_first_call(info: RunInfo) -> RunInfo:
+    """The description with the settings that the program has made since: a block may begin as torch is imported."""
+    return replace(info, flags=_flags())
+
+
+def with_devices(info: RunInfo) -> RunInfo:
+    """The description with the devices, once the program has initialised them."""
+    return replace(info, devices=_devices()) if not info.devices and torch.cuda.is_initialized() else info
+
+
 def _launch() -> dict[str, str] | None:
     """What torchrun says of this process; its attempts are counted on each node, and `none` is no name of a run."""
     names = {"id": "TORCHELASTIC_RUN_ID", "node": "GROUP_RANK", "attempt": "TORCHELASTIC_RESTART_COUNT"}
@@ -47,9 +62,9 @@ def _versions() -> dict[str, str]:
 
 
 def _devices() -> tuple[str, ...]:
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_initialized():
         return ()
-    return tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    return tuple(torch.cuda.get_device_name(i)[:MAX_TEXT] for i in range(torch.cuda.device_count()))
 
 
 # Settings that decide how products are computed, and how to read them.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import math
@@ -45,7 +44,7 @@ from opintercept._values.copies import can_store, copied, safetensors_for
 from opintercept._values.late import Lot, place_of
 from opintercept._values.read import is_captured, leaves_out_captured
 from opintercept.runs.record.claim import LOCK, Claim
-from opintercept.runs.record.description import described
+from opintercept.runs.record.description import at_first_call, described, with_devices
 from opintercept.runs.record.memory import MemoryNumbers
 from opintercept.runs.record.writer import (
     BATCH_BYTES,
@@ -206,14 +205,15 @@ class RunRecorder:
     def enter(self) -> None:
         """Make the folder and start to write, or continue the run of this recorder's last block."""
         begun: list[bool] = []
+        info = self._info or described(self.tensors, *_own(self.path)[1:])  # here, since it imports
         try:
-            uninterrupted(partial(self._begin, sys.exception(), begun))
+            uninterrupted(partial(self._begin, sys.exception(), info, begun))
         except BaseException:
             if begun:
                 uninterrupted(partial(self._end, None, []))
             raise
 
-    def _begin(self, outside: BaseException | None, begun: list[bool]) -> None:
+    def _begin(self, outside: BaseException | None, info: RunInfo, begun: list[bool]) -> None:
         if self._process != os.getpid():
             if self._entered or self._info is not None:
                 return  # in a forked child: the run belongs to the parent
@@ -226,17 +226,17 @@ class RunRecorder:
             if not self._entered:  # otherwise another interceptor's block is active
                 self._outside = outside
                 if self._flight is None:
-                    self._start()
+                    self._start(info)
                 else:
-                    self._take_off(self._flight)
+                    self._take_off(self._flight, info)
             self._entered += 1
         begun.append(True)
 
-    def _start(self) -> None:
+    def _start(self, info: RunInfo) -> None:
         self._stop()  # if nobody has ended the last block
         if self._closed is not None and self._closed.failure is not None:
             return  # the recording has stopped
-        self._write(*self._claimed())
+        self._write(info, self._claimed())
 
     def _write(self, info: RunInfo, claim: Claim) -> None:
         try:
@@ -247,11 +247,10 @@ class RunRecorder:
             raise
         self._info, self._writer = info, writer
         self._open_sink()
-        atexit.register(self._stop_late)
 
-    def _claimed(self) -> tuple[RunInfo, Claim]:
+    def _claimed(self) -> Claim:
         """Claim the folder of a new run, or that of the run that this recorder has begun."""
-        folder, rank, world_size = _own(self.path)
+        folder, _, world_size = _own(self.path)
         self._made = not folder.exists()
         if self._info is None:
             self._check_free()
@@ -270,12 +269,11 @@ class RunRecorder:
                     remove_run(folder, claimed=True)
                 if self._overwrite and world_size > 1:
                     remove_leftovers(self.path, world_size)
-            info = self._info or described(self.tensors, rank, world_size)
         except BaseException:
             claim.release()
             raise
         self._folder = folder
-        return info, claim
+        return claim
 
     def exit(self) -> None:
         """Write what is left; with `flight`, write the last calls if an exception ends the block."""
@@ -304,10 +302,10 @@ class RunRecorder:
                 self._outside = None
                 self._stop()
 
-    def _take_off(self, flight: Flight) -> None:
+    def _take_off(self, flight: Flight, info: RunInfo) -> None:
         """Make the file of the last calls, in the folder that a run of them would have."""
         self._land(flight, failed=False)  # if nobody has ended the last block
-        info, claim = self._claimed()
+        claim = self._claimed()
         try:
             if self._info is None:  # the files of the last block are gone, and kernels know numbers of theirs
                 self._encoder.forget()
@@ -380,13 +378,6 @@ class RunRecorder:
         self._hand_over(due=True, last=True)
         writer.close()
         self._writer, self._closed = None, writer
-        atexit.unregister(self._stop_late)
-
-    def _stop_late(self) -> None:
-        """At the end of the program, write what is left of a block that nobody has left."""
-        self._stop()
-        if self._closed is not None:
-            self._tell(self._closed)
 
     def _tell(self, writer: Writer) -> None:
         if writer.failure is not None and not self._told:
@@ -539,6 +530,7 @@ class RunRecorder:
         """The options as JSON, found once for all calls of a signature."""
         known = self._options.get(id(summary))
         if known is None:
+            self._describe()
             if len(self._options) >= _MOST_SUMMARIES:
                 self._options.clear()
             options, values = _options(call), self._values[summary.func]
@@ -549,6 +541,23 @@ class RunRecorder:
             # The summary is kept alive, so that no other gets its address.
             known = self._options[id(summary)] = (summary, options)
         return known[1]
+
+    def _describe(self) -> None:
+        """Complete the description with what the program has set up by now."""
+        with self._lock:
+            before = self._info if self._claim is None else self._claim[0]
+            if before is None:
+                return
+            info = with_devices(before if self._options else at_first_call(before))
+            if info == before:
+                return
+            if self._writer is not None:
+                self._info = info
+                self._writer.describe(info)
+            elif self._claim is not None:
+                self._claim = info, self._claim[1]
+                with contextlib.suppress(OSError):
+                    write_info(self._folder, info, finished=False)
 
     def _add_values(
         self, call: OpCall, entry: QueuedCall, before: dict[str, tuple[Content | None, torch.Tensor]]

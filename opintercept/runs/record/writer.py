@@ -99,7 +99,8 @@ class Writer(threading.Thread):
         self.failure: str | None = after.failure if after else None  # why the recording has stopped
         self.names: dict[Any, str] = after.names if after else {}  # of tensors on disk, by `key_of` their content
         self._folder = folder
-        self._info = info
+        self._info = self._written = info
+        self._info_size: int = after._info_size if after else 0
         self._max_bytes = max_bytes
         self._files: int = after._files if after else 0
         self._tensors: int = after._tensors if after else 0
@@ -150,6 +151,10 @@ class Writer(threading.Thread):
             )
             self._waiting.append(Snapshot(calls, tensors, b"", 0))
             self._calls += len(calls)
+
+    def describe(self, info: RunInfo) -> None:
+        """Take a new description, which is written with the next calls."""
+        self._info = info
 
     def close(self) -> None:
         """Write what is left and end the thread; call it again if an exception interrupts it."""
@@ -229,11 +234,14 @@ class Writer(threading.Thread):
             )
 
     def _write_info(self, finished: bool = True) -> None:
+        self._written = self._info
         write_info(self._folder, self._info, finished=finished)
-        if not self.nbytes:
-            self.nbytes = (self._folder / INFO).stat().st_size
+        before, self._info_size = self._info_size, (self._folder / INFO).stat().st_size
+        self.nbytes += self._info_size - before
 
     def _write(self, batch: list[QueuedCall | Snapshot]) -> None:
+        if self._written is not self._info:
+            self._write_info(finished=False)
         made = self._batch = _Batch()
         full = 0
         for entry in batch:

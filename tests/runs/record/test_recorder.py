@@ -384,6 +384,20 @@ def test_run_json_says_how_it_was_made(tmp_path: Path) -> None:
 # Flight recorder
 
 
+def test_run_json_has_the_settings_with_which_the_calls_were_made(tmp_path: Path) -> None:
+    try:
+        with intercept(runs.RunRecorder(tmp_path / "run")):  # as under `opintercept run`: before the program sets them
+            torch.use_deterministic_algorithms(True)
+            torch.eye(2) @ torch.eye(2)
+            torch.use_deterministic_algorithms(False)
+            torch.eye(3) @ torch.eye(3)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    run = open_run(tmp_path / "run")
+    assert run.info.flags["deterministic_algorithms"] == "True"
+    assert run.info.finished
+
+
 def test_flight_writes_nothing_without_an_exception(tmp_path: Path) -> None:
     recorder = runs.RunRecorder(tmp_path / "run", flight=3)
     with intercept(recorder):

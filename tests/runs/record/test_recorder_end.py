@@ -161,7 +161,7 @@ import atexit
 block = intercept(runs.RunRecorder({str(tmp_path / "run")!r}))
 def last():
     torch.eye(3) @ torch.eye(3)
-atexit.register(last)  # runs after the recorder's own
+atexit.register(last)
 block.__enter__()
 torch.eye(2) @ torch.eye(2)
 atexit.register(last)
@@ -169,7 +169,23 @@ atexit.register(last)
     done = run_script(code)
     assert done.stderr == ""
     assert open_run(tmp_path / "run").info.finished
-    assert [call.values["lhs"].count for call in calls_of(tmp_path / "run")] == [4, 9]
+    assert [call.values["lhs"].count for call in calls_of(tmp_path / "run")] == [4, 9, 9]
+
+
+@pytest.mark.parametrize("raises", [False, True], ids=["ends", "raises"])
+def test_a_flight_of_a_block_that_is_never_left_is_written_if_the_program_fails(raises: bool, tmp_path: Path) -> None:
+    code = f"""
+block = intercept(runs.RunRecorder({str(tmp_path / "run")!r}, flight=9))
+block.__enter__()
+torch.eye(2) @ torch.eye(2)
+{"1 / 0" * raises}
+"""
+    assert run_script(code, check=False).returncode == raises
+    assert (
+        [call.record.op for call in calls_of(tmp_path / "run")] == ["aten::mm"]
+        if raises
+        else not any(tmp_path.iterdir())
+    )
 
 
 def test_an_interrupt_while_the_rest_is_written_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

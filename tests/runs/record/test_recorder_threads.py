@@ -58,6 +58,31 @@ def test_nested_interceptors_each_write_their_run(tmp_path: Path) -> None:
     assert len(calls_of(tmp_path / "a")) == len(calls_of(tmp_path / "b")) == 1
 
 
+def test_no_thread_that_a_block_waits_for_imports_torch() -> None:
+    code = """
+import builtins, tempfile, threading
+plain, found = builtins.__import__, set()
+def watched(name, *rest, **more):
+    if threading.current_thread() is not threading.main_thread():
+        found.add(name.partition(".")[0])
+    return plain(name, *rest, **more)
+builtins.__import__ = watched
+for number, options in enumerate((("none",), ("stats",), ("sample",), ("full",), ("stats", 9))):
+    with tempfile.TemporaryDirectory() as folder:
+        recorder = runs.RunRecorder(f"{folder}/run", options[0], flight=(*options, None)[1])
+        for fails in (True, False):
+            try:
+                with intercept(recorder, ops="all"):
+                    torch.nn.Linear(2, 2)(torch.randn(3, 2)).sum().backward()
+                    {}["fails"] if fails else None
+            except KeyError:
+                pass
+builtins.__import__ = plain
+print(found & {"torch", "opintercept"}, "numpy" in found)
+"""
+    assert run_script(code).stdout == "set() True\n"
+
+
 def test_threads_of_one_block_lose_no_call(tmp_path: Path) -> None:
     block = intercept(runs.RunRecorder(tmp_path / "run", "full"), threads="all")
 
