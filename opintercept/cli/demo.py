@@ -114,12 +114,12 @@ def _by_shape(records: Sequence[CallRecord], elapsed: float) -> str:
     seconds = {key: sum(record.elapsed or 0.0 for record in group) for key, group in rows.items()}
     total = sum(seconds.values())
 
-    def cells(records: Sequence[CallRecord], seconds: float, share: float) -> list[str]:
+    def cells(records: Sequence[CallRecord], seconds: float) -> list[str]:
         flops = sum(record.flops or 0 for record in records)
-        return [str(len(records)), f"{flops / 1e6:.1f}", f"{seconds * 1e3:.1f}", f"{share:.1%}"]
+        return [str(len(records)), f"{flops / 1e6:.1f}", f"{seconds * 1e3:.1f}", f"{seconds / total:.1%}"]
 
     table = [["operator", "shape", "calls", "MFLOP", "ms", "share"]]
     for key in sorted(rows, key=lambda key: -seconds[key]):
-        table.append([*key, *cells(rows[key], seconds[key], seconds[key] / total)])
-    table.append(["all", "", *cells(records, total, total / elapsed)])
-    return f"{aligned(table, left=2)} of the {elapsed:.1f} s that training took"
+        table.append([*key, *cells(rows[key], seconds[key])])
+    table.append(["all", "", *cells(records, total)])
+    return f"{aligned(table, left=2)}\nThese matmuls are {total / elapsed:.1%} of the {elapsed:.1f} s of training."

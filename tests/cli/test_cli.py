@@ -47,7 +47,7 @@ def test_rows_of_the_demo_table_add_up(capsys: pytest.CaptureFixture[str]) -> No
     lines = capsys.readouterr().out.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("operator "))
     end = next(i for i, line in enumerate(lines) if line.startswith("all "))
-    row = re.compile(r" (\d+) +(\d+\.\d) +\d+\.\d +\d+\.\d%")
+    row = re.compile(r" (\d+) +(\d+\.\d) +(\d+\.\d) +(\d+\.\d)%$")
     parts = [match for line in lines[start + 1 : end] if (match := row.search(line))]
     total = row.search(lines[end])
     assert total is not None
@@ -55,6 +55,10 @@ def test_rows_of_the_demo_table_add_up(capsys: pytest.CaptureFixture[str]) -> No
     assert sum(int(part[1]) for part in parts) == int(total[1])
     # Each row is rounded to 0.1 MFLOP.
     assert sum(float(part[2]) for part in parts) == pytest.approx(float(total[2]), abs=0.05 * (len(parts) + 1))
+    # A share is of the time of all matmuls, on each line.
+    assert total[4] == "100.0"
+    assert sum(float(part[4]) for part in parts) == pytest.approx(100, abs=0.05 * len(parts))
+    assert re.fullmatch(r"These matmuls are \d+\.\d% of the \d+\.\d s of training\.", lines[end + 1])
     # A step: 3 layers of 4 linears each, and the head, with two products each in backward; attention both ways.
     assert int(total[1]) == 3 * (4 * 3 + 2) + 3
 
