@@ -32,6 +32,9 @@ _OPTIONS = (
     "--disable-dev-shm-usage",
     "--disable-extensions",
     "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
     "--hide-scrollbars",
     "--remote-debugging-pipe",
 )

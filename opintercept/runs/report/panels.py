@@ -251,17 +251,25 @@ class MatmulTable:
 
     def __init__(self) -> None:
         self._rows: dict[tuple[str, ...], int] = {}
+        self._modules: dict[int, str] = {}  # of rows: their only module, or `*` for the numbers in which several differ
         self._sums = GroupSums()  # by row; -1 for those that were not told apart
 
     def row(self, record: CallRecord) -> int:
         """The number of the row of a call."""
-        module = re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", record.module or "") if record.module is not None else "\0"
+        module = "\0" if record.module is None else record.module
+        pattern = re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", module)
         device = "" if record.main is None else record.main.device.partition(":")[0]
-        names = (record.op.removeprefix("aten::"), record.phase, module, record.shape, record.dtype, device)
+        names = (record.op.removeprefix("aten::"), record.phase, pattern, record.shape, record.dtype, device)
         key = tuple(map(_ends, names))
         if key not in self._rows and len(self._rows) == MATMULS_ADDED_UP:
             return -1
-        return self._rows.setdefault(key, len(self._rows))
+        row = self._rows.setdefault(key, len(self._rows))
+        short = module if len(module) <= 2 * NAME else key[2]
+        known = self._modules.setdefault(row, short)
+        if known != short:  # names with one pattern have as many parts
+            parts = zip(known.split("."), short.split("."), strict=True)
+            self._modules[row] = ".".join(one if one == other else "*" for one, other in parts)
+        return row
 
     def add(self, rows: Array, work: Arrays) -> None:
         """Add the work of calls to rows."""
@@ -286,15 +294,18 @@ class MatmulTable:
         rest = {name: column[order[len(shown) :]].sum() for name, column in figures.items()}
         return {
             "rows": [
-                [*self._names(keys[rows[place]]), *_work({name: column[place] for name, column in figures.items()})]
-                for place in shown.tolist()
+                [
+                    *self._names(keys[row], self._modules[row]),
+                    *_work({name: each[place] for name, each in figures.items()}),
+                ]
+                for place, row in zip(shown.tolist(), rows[shown].tolist(), strict=True)
             ],
             "rest": _work(rest) if rest["calls"] else None,
         }
 
     @staticmethod
-    def _names(key: tuple[str, ...]) -> Iterator[str]:
-        op, phase, module, shape, dtype, device = key
+    def _names(key: tuple[str, ...], module: str) -> Iterator[str]:
+        op, phase, _, shape, dtype, device = key
         yield shown_text(op)
         yield phase
         yield module_label(None if module == "\0" else module)

@@ -170,6 +170,20 @@ def test_matmuls_are_grouped_by_numbered_modules_and_the_rest_is_added_up(
     assert gemms["rest"] == [5, None, 520, 0.75]
 
 
+def test_a_row_names_its_module_and_a_star_stands_for_numbers_that_differ(tmp_path: Path) -> None:
+    """A module of a `Sequential` is named by a number alone."""
+    named = {
+        "1": ["1"], "0.0": ["0.0"], "layers.*.2": ["layers.0.2", "layers.1.2"], "*.*.a": ["2.0.a", "3.0.a", "3.1.a"],
+        "a*b": ["a*b"], "(outside of modules)": [""],
+    }  # fmt: skip
+    long = [f"{number}.{'x' * panels.NAME}.{'y' * panels.NAME}" for number in (7, 8)]
+    modules = [*itertools.chain(*named.values()), *long, None]
+    rows = summary(tmp_path, *((replace(CALL, module=module), {}) for module in modules))["gemms"]["rows"]
+    found = {row[2]: row[6] for row in rows}
+    unnamed = {panels.shown_text(f"*{long[0][1:]}"): 2, "(not attributed)": 1}
+    assert found == {name: len(each) for name, each in named.items()} | unnamed
+
+
 def test_a_long_run_makes_no_larger_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(panels, "MATMULS_ADDED_UP", 2_000)
     draw = random.Random(0)
@@ -503,7 +517,7 @@ def test_the_page_fits_and_follows_the_colour_scheme(browser: Browser, page: Pat
         assert [address for address in browser.requests if not address.startswith("data:")] == [page.as_uri()]
         assert browser.evaluate("document.documentElement.scrollWidth") <= width
         wide = browser.evaluate(
-            "[...document.querySelectorAll('svg, canvas')].map(each => each.getBoundingClientRect().right)"
+            "[...document.querySelectorAll('.plot svg, canvas')].map(each => each.getBoundingClientRect().right)"
         )
         assert len(wide) == 3
         assert max(wide) <= width
@@ -514,6 +528,79 @@ def test_the_page_fits_and_follows_the_colour_scheme(browser: Browser, page: Pat
     light, dark_ground = (sum(map(int, re.findall(r"\d+", ground))) for ground in grounds)
     assert light > 3 * 200
     assert dark_ground < 3 * 50
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_a_key_looks_like_what_it_explains(
+    browser: Browser, recorded: Callable[..., Path], tmp_path: Path, dark: bool
+) -> None:
+    a, b = recorded("a", "full", steps=3), recorded("b", "full", steps=3, change=0.5)
+    report.write(tmp_path / "page.html", open_run(a), open_run(b))
+    browser.open(tmp_path / "page.html", dark=dark)
+    # Signs have the colour that the marks of maps are painted in.
+    ink = """[...document.querySelectorAll('#divergence .sign')].map(each => getComputedStyle(each).color)"""
+    browser.evaluate("document.body.style.outlineColor = plots.color('mark')")
+    mark = browser.evaluate("getComputedStyle(document.body).outlineColor")
+    assert browser.evaluate("document.querySelectorAll('#divergence-key .sign').length") == 1
+    assert set(browser.evaluate(ink)) == {mark}
+    # A sample in a key looks like the shape of the same class above it.
+    look = "['fill', 'fillOpacity', 'stroke', 'strokeDasharray', 'strokeWidth'].map(each => getComputedStyle(of)[each])"
+    compared = browser.evaluate(
+        f"""['roofline', 'outputs'].flatMap(panel => {{
+            const look = of => {look};
+            const plot = panel === 'outputs' ? 'outputs-plot' : panel;
+            return [...document.querySelectorAll(`#${{panel}}-key svg > *`)].map(sample => [
+                sample.getAttribute('class'), look(sample),
+                look(document.querySelector(`#${{plot}} [class="${{sample.getAttribute('class')}}"]`))]);
+        }})"""
+    )
+    used = ["point forward", "point backward", "roof", "band", "line mean", "line rms"]
+    assert [name for name, *_ in compared] == used
+    assert all(sample == drawn for _, sample, drawn in compared)
+    assert len({str(sample) for _, sample, _ in compared}) == len(used)
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+@pytest.mark.parametrize("apart", [1, 1234567])
+def test_no_label_of_a_plot_is_cut_or_covered(browser: Browser, tmp_path: Path, width: int, apart: int) -> None:
+    """Neither another label nor the fill of a plot is over a label, whether steps have short numbers or long ones."""
+    pytest.importorskip("safetensors")
+    torch = pytest.importorskip("torch")
+    generator = torch.Generator().manual_seed(0)
+    with intercept(runs.RunRecorder(tmp_path / "run", tensors="full")) as interceptor:
+        for size in (1, 8, 64, 512):  # the fastest of which is at 100 GFLOP/s, or the slowest below 1
+            for _ in range(4):
+                torch.mm(*(torch.randn(2, size, size, generator=generator)))
+                interceptor.step()
+    calls = plain(open_run(tmp_path / "run"))
+    for number, call in enumerate(calls):
+        call |= {"step": number * apart, "elapsed": call["flops"] / 10 ** (8 + number / 5)}
+    rewrite(tmp_path / "run", calls)
+    open_page(browser, tmp_path, tmp_path / "run", width=width)
+    boxes = """[...document.querySelectorAll('.plot')].map(plot => [
+        [...plot.querySelectorAll('text, .steps span')].map(each => [each.textContent, each.getBoundingClientRect()]),
+        [...plot.querySelectorAll('.band, .bin')].map(each => ['fill', each.getBoundingClientRect()]),
+        [[plot.id, plot.getBoundingClientRect()]],
+    ].map(found => found.map(([text, {left, right, top, bottom}]) => [text, left, top, right, bottom])))"""
+    drawn = [found for found in browser.evaluate(boxes) if found[0]]
+    assert [plot for *_, ((plot, *_),) in drawn] == ["heat-plot", "roofline", "outputs-plot", "histogram-plot"]
+    for labels, fills, ((_, *room),) in drawn:
+        assert len(labels) > 3
+        assert labels == [each for each in labels if inside(each[1:], room)]
+        pairs = [*itertools.combinations(labels, 2), *itertools.product(labels, fills)]
+        assert [each for each in pairs if touch(each[0][1:], each[1][1:])] == []
+    assert len(drawn[2][1]) == len(calls)
+
+
+def touch(one: list[float], other: list[float]) -> bool:
+    """Whether two boxes, each (left, top, right, bottom), have more than a border in common."""
+    sides = zip(one[:2], one[2:], other[:2], other[2:], strict=True)
+    return all(min(right, end) - max(left, start) > 0.01 for left, right, start, end in sides)
+
+
+def inside(one: list[float], room: list[float]) -> bool:
+    """Whether a box is inside another one."""
+    return one[0] >= room[0] and one[1] >= room[1] and one[2] <= room[2] and one[3] <= room[3]
 
 
 def test_cells_that_are_not_finite_have_a_mark(browser: Browser, page: Path) -> None:
@@ -702,6 +789,11 @@ def test_two_runs_are_compared_and_either_can_be_shown(
     assert "Its rhs differs, and no earlier call explains that." in told
     assert names_of(browser, "divergence") == ["0", "1", "2"]
     assert texts_of(browser, "#divergence-plot .leaf") == ["0", "1■", "2"]
+    # All columns of the largest errors are in sight.
+    table = "document.getElementById('divergence-table')"
+    heads = ["call of A", "module", "kind", "relative error", "absolute error"]
+    assert texts_of(browser, "#divergence-table th") == heads
+    assert browser.evaluate(f"{table}.scrollWidth - {table}.clientWidth") == 0
     press(browser, "divergence", "ArrowDown", "ArrowDown", "ArrowRight")
     chosen = said_in(browser, "divergence-chosen")
     assert chosen.startswith("2, forward, step 1\n")

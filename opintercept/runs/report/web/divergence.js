@@ -122,14 +122,15 @@ const divergence = (() => {
         element("dd", {}, "A: ", name(one || "none"), ", B: ", name(other || "none"))])))] : [];
   }
   function worstTable(worst) {
-    const heads = ["call of A", "pass", "module", "operator", "kind", "relative error", "absolute error"];
-    const text = (shown) => element("td", { class: "text" }, shown);
+    const heads = ["call of A", "module", "kind", "relative error", "absolute error"];
+    const text = (...shown) => element("td", { class: "text" }, ...shown);
     return element("table", {},
       element("caption", {}, "The largest errors"),
       element("thead", {}, element("tr", {}, ...heads.map((head, number) => element("th",
-        { scope: "col", class: number > 0 && number < 5 ? "text plain" : "plain" }, head)))),
+        { scope: "col", class: number === 1 || number === 2 ? "text plain" : "plain" }, head)))),
       element("tbody", {}, ...worst.map((each) => element("tr", {}, element("td", {}, String(each.index)),
-        text(each.phase), text(cell(each.module, "module")), text(cell(each.op, "op")), text(each.kind),
+        text(cell(each.module, "module"), element("div", { class: "quiet small" }, name(each.op), `, ${each.phase}`)),
+        text(each.kind),
         element("td", {}, error(each.relative)), element("td", {}, error(each.absolute))))));
   }
 
@@ -185,9 +186,9 @@ const divergence = (() => {
       label: "Relative error of each module by step", heat, phase, tree, colors, lines,
       chose: { run: "A" }, redraw: divergenceDraw, follow: () => state.showChosen(),
       keys: [
-        above && "★ first above the noise",
-        infinite && `▲ Inf: ${counted(infinite, "cell")} where A is all zeros, or NaN and Inf differ`,
-        ...[...used].map((kind) => kinds[kind].join(" ")), "Grey cells are equal.",
+        above && [plots.sign("★"), " first above the noise"],
+        infinite && [plots.sign("▲"), ` Inf: ${counted(infinite, "cell")} where A is all zeros, or NaN and Inf differ`],
+        ...[...used].map((kind) => [plots.sign(kinds[kind][0]), ` ${kinds[kind][1]}`]), "Grey cells are equal.",
       ],
       box: (row, { row: y, column }) => {
         const sum = calls[y][column];

@@ -88,8 +88,8 @@ const heat = (() => {
       chose: { run: data.runs.length > 1 ? letterOf() : null },
       redraw: heatDraw, follow: () => { divergence.draw(); outputs.follow(); },
       keys: statistic.work || !role ? [] : [
-        broken.nan && `✖ has NaN: ${counted(broken.nan, "cell")}`,
-        broken.inf && `▲ has Inf, no NaN: ${counted(broken.inf, "cell")}`,
+        broken.nan && [plots.sign("✖"), ` has NaN: ${counted(broken.nan, "cell")}`],
+        broken.inf && [plots.sign("▲"), ` has Inf, no NaN: ${counted(broken.inf, "cell")}`],
         broken.nan + broken.inf ? "Statistics cover only the finite values." : "All values are finite.",
       ],
       box: (row, { row: y, column }) => {

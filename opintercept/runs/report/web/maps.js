@@ -83,7 +83,7 @@ const maps = (() => {
   }
   // Draws a map, its key and the box of the cell that is chosen, whose facts and commands `box` returns. At first, a row
   // that matters is in sight.
-  // `chose` is what is chosen with a cell, `redraw` draws this map again, and `follow` what shows the same cell.
+  // `keys` are texts, or lists of texts and signs. `chose` is what is chosen with a cell, `redraw` draws this map again, and `follow` what shows the same cell.
   function draw(panel, { label, heat, phase, tree, colors, lines, chose, redraw, follow, keys, box }) {
     const { open, rows } = tree;
     foldButtons(panel, tree, redraw);
@@ -107,7 +107,8 @@ const maps = (() => {
     const matter = rows.findIndex((row) => !row.group && row.rows.some((each) => tree.wanted.has(each)));
     shown.scrollTop = scrolled ?? (matter + 0.5) * shown.scrollHeight / rows.length - shown.clientHeight / 2;
     const more = shown.scrollHeight > shown.clientHeight && `${rows.length} rows: scroll to see the last ones.`;
-    byId(`${panel}-key`).replaceChildren(...[more, ...keys].filter(Boolean).map((text) => element("span", {}, text)),
+    byId(`${panel}-key`).replaceChildren(
+      ...[more, ...keys].filter(Boolean).map((words) => element("span", {}, ...[words].flat())),
       ...(heat.steps.length > 1 ? [plots.legend(colors.ramp, colors.texts)] : []));
     byId(`${panel}-chosen`).replaceChildren();
     if (!selected) return;

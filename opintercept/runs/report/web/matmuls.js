@@ -1,7 +1,7 @@
 "use strict";
 // The panel of operators: a table that sorts and filters, and the roofline of its rows.
 const matmuls = (() => {
-  const { element, narrow, shape } = plots;
+  const { element, keyed, narrow, shape } = plots;
   const { byId, cell, clear, counted, digits, figure, fill, least, most, notes, on, plain, short, time } = parts;
   const shownRows = 25;
   // On an asynchronous device, host time is no time of the work.
@@ -40,8 +40,8 @@ const matmuls = (() => {
       && row.shape.toLowerCase().includes(shape) && row.module.toLowerCase().includes(module));
     rows.sort((one, other) => compare(one[sorting.by], other[sorting.by]) * (sorting.down ? -1 : 1));
     byId("gemms-text").textContent = rowsOfRun.length
-      ? "Each row combines calls of the same operator, pass, shape and dtype, in modules whose names differ only in a "
-        + "number. Times are host times."
+      ? "Each row combines calls of the same operator, pass, shape and dtype, in modules whose names differ only in "
+        + "numbers, for which * stands. Times are host times."
       : "The run has no calls.";
     notes("gemms-notes", [
       rowsOfRun.some((row) => row.device !== "cpu" && row.device !== "")
@@ -116,8 +116,8 @@ const matmuls = (() => {
       ],
     });
     const used = Object.keys(run.heat.phases).filter((phase) => drawn.some((row) => row.phase === phase));
-    byId("roofline-key").replaceChildren(...used.map((phase) => element("span", { class: phase }, `● ${phase}`)),
-      element("span", {}, "┄ highest measured"));
+    byId("roofline-key").replaceChildren(...used.map((phase) => keyed("point", `point ${phase}`, phase)),
+      keyed("line", "roof", "highest measured"));
   }
 
   function choose(each) {

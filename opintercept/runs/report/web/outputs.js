@@ -1,7 +1,7 @@
 "use strict";
 // The panel of a module's outputs over steps: their range, and histograms.
 const outputs = (() => {
-  const { element, narrow, shape } = plots;
+  const { keyed, narrow, shape } = plots;
   const { byId, clear, counted, digits, fill, least, most, nonfinite, notes, plain, rangeText, short } = parts;
   const { columnOf, stepText } = maps;
   const { chosen } = state;
@@ -55,7 +55,7 @@ const outputs = (() => {
         label: `Smallest, largest, mean and root mean square of the outputs of ${heat.modules[one.row]} by step`,
         height: 240,
         x: {
-          title: "step", low: 0, high: heat.steps.length - 1,
+          title: "step", low: -0.5, high: heat.steps.length - 0.5, // a step is as wide as its fill
           format: (value) => (Number.isInteger(value) ? `${heat.steps[value]}` : ""),
         },
         y: { title: "value", low, high: high > low ? high : low + 1, format: plain },
@@ -80,9 +80,8 @@ const outputs = (() => {
           ];
         },
       });
-      const keys = { band: "■ smallest to largest", mean: "— mean", rms: "┄ root mean square" };
-      byId("outputs-key").replaceChildren(...Object.entries(keys).map(([kind, text]) => element("span",
-        { class: kind }, text)));
+      byId("outputs-key").replaceChildren(keyed("area", "band", "smallest to largest"),
+        keyed("line", "line mean", "mean"), keyed("line", "line rms", "root mean square"));
     }
     if (one.histogram) histogramDraw(one.histogram, heat.modules[one.row]);
   }
@@ -92,13 +91,12 @@ const outputs = (() => {
     const size = (count) => (log ? Math.log1p(count) : count);
     const widest = most(drawn.flatMap((each) => each.counts.map(size))) || 1;
     const steps = drawn.map(({ steps: [first, last] }) => (first === last ? `${first}` : `${first}–${last}`));
-    const sparse = narrow() && drawn.length > 4;
     const [bottom, top] = high > low ? [low, high] : [low - 0.5, high + 0.5];
     plots.chart(byId("histogram-plot"), {
       label: `Histograms of the outputs of ${module} at ${counted(drawn.length, "place")} of the run`, height: 260,
       x: {
         title: "step", low: 0, high: drawn.length, ticks: drawn.map((_, number) => number + 0.5),
-        format: (value) => (sparse && Math.floor(value) % 2 ? "" : steps[Math.floor(value)] || ""),
+        format: (value) => steps[Math.floor(value)] || "",
       },
       y: { title: "value", low: bottom, high: top, format: plain },
       draw: (x, y) => drawn.flatMap((each, number) => each.counts.map((count, bin) => {

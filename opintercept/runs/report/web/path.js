@@ -2,7 +2,7 @@
 // The path of the error between two runs: how far outputs are apart, module by module in the order of calls, and what
 // the calls up to there cost. `all` are the rows of the shares, the largest first.
 const errorPath = (data, all) => {
-  const { element, shape } = plots;
+  const { element, keyed, shape } = plots;
   const { brief, byId, counted, least, most, name, percent, signed } = parts;
   const { difference, path, shares } = data;
   const places = [...path.module.keys()];
@@ -147,6 +147,10 @@ const errorPath = (data, all) => {
       ...factsOf(chosen).map((fact) => element("div", {}, fact)))]));
   }
   byId("path").hidden = !places.length;
+  byId("path-errors-key").replaceChildren(keyed("line", "line mean", "norm of B − A by the norm of A"),
+    keyed("line", "roof", "one rounding of the coarsest dtype so far"), element("span", {}, "In gaps, both are equal."));
+  byId("path-costs-key").replaceChildren(keyed("line", "line mean", "all calls up to there"),
+    keyed("line", "roof", "the difference B − A"));
   text();
   table();
   return { draw };

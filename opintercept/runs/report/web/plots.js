@@ -52,6 +52,22 @@ const plots = (() => {
       element("div", { class: "ends" }, ...texts.map((text) => element("span", {}, text))));
   }
 
+  // --- keys
+
+  // A sign in the colour of the marks on maps.
+  const sign = (text) => element("i", { class: "sign" }, text);
+  // A text of a key behind a sample of what it explains, which has the class of what is drawn, and so its colour.
+  const samples = {
+    area: ["rect", { width: 12, height: 12 }],
+    line: ["path", { d: "M0 6H20" }],
+    point: ["circle", { cx: 6, cy: 6, r: 5 }],
+  };
+  function keyed(kind, style, text) {
+    const [tag, size] = samples[kind];
+    return element("span", {}, shape("svg", { width: kind === "line" ? 20 : 12, height: 12, "aria-hidden": "true" },
+      shape(tag, { class: style, ...size })), text);
+  }
+
   // --- heat maps
 
   const rowHeight = 20;
@@ -86,7 +102,7 @@ const plots = (() => {
     const names = element("div", { class: "names" });
     for (const row of rows) {
       const known = { title: row.title || row.label, style: `padding-left:${4 + row.depth * (narrow() ? 7 : 14)}px` };
-      const words = [element("span", { class: "name" }, row.label), ...(row.sign ? [element("i", {}, row.sign)] : [])];
+      const words = [element("span", { class: "name" }, row.label), ...(row.sign ? [sign(row.sign)] : [])];
       if (row.folded === null) {
         names.append(element("div", { class: "leaf", ...known }, ...words));
       } else {
@@ -150,9 +166,10 @@ const plots = (() => {
       }
     };
     draw();
-    const shown = ticks(0, columns - 1, Math.max(2, Math.floor(width / 70))).filter(Number.isInteger);
-    axis.append(element("span", { class: "axis" }, "step"), element("div", {}, ...shown.map((column) => element("span",
-      { style: `left:${(column + 0.5) * wide}px` }, String(steps[column])))));
+    const shown = labels(ticks(0, columns - 1, Math.max(2, Math.floor(width / 70))).filter(Number.isInteger)
+      .map((column) => [(column + 0.5) * wide, String(steps[column])]), width);
+    axis.append(element("span", { class: "axis" }, "step"),
+      element("div", {}, ...shown.map(([left, text]) => element("span", { style: `left:${left}px` }, text))));
     const at = (event) => {
       const box = canvas.getBoundingClientRect();
       const column = Math.floor((event.clientX - box.left) / wide);
@@ -223,6 +240,18 @@ const plots = (() => {
     return [...new Set(round)].filter((value) => value >= low && value <= high).sort((one, other) => one - other);
   }
 
+  // Those of some labels, each [its middle, a text], that do not touch each other, moved so that they end before `room`.
+  function labels(found, room) {
+    let free = -10; // where the title of a map's axis ends
+    return found.map(([middle, text]) => [middle, text, 4 + 3.5 * text.length])
+      .map(([middle, text, half]) => [Math.min(middle, room - half), text, half])
+      .filter(([middle, text, half]) => {
+        const fits = text !== "" && middle - half >= free;
+        if (fits) free = middle + half;
+        return fits;
+      });
+  }
+
   // Each axis is { title, low, high, log, format, letters: the room for ticks, by which charts are aligned }; `draw`
   // gets the functions from values to pixels and returns shapes.
   function chart(place, { label, height, x, y, draw }) {
@@ -235,16 +264,16 @@ const plots = (() => {
     const values = (axis, most) => (axis.log ? logTicks : ticks)(axis.low, axis.high, most);
     const yTicks = values(y, Math.max(2, Math.floor(height / 50)));
     const left = 14 + 7 * Math.max(y.letters || 3, ...yTicks.map((value) => y.format(value).length));
-    const [right, top, bottom] = [width - 12, 10, height - 40];
+    const [right, top, bottom] = [width - 12, y.title ? 26 : 10, height - 40];
     const [atX, atY] = [span(x, left, right), span(y, bottom, top)];
     const drawn = shape("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label });
     for (const value of yTicks) {
       drawn.append(shape("line", { class: "grid", x1: left, x2: right, y1: atY(value), y2: atY(value) }),
         shape("text", { class: "tick", x: left - 6, y: atY(value) + 4, "text-anchor": "end" }, y.format(value)));
     }
-    for (const value of x.ticks || values(x, Math.max(2, Math.floor((right - left) / 80)))) {
-      const place = { class: "tick", x: atX(value), y: bottom + 16, "text-anchor": "middle" };
-      drawn.append(shape("text", place, x.format(value)));
+    const xTicks = x.ticks || values(x, Math.max(2, Math.floor((right - left) / 80)));
+    for (const [middle, text] of labels(xTicks.map((value) => [atX(value), x.format(value)]), width)) {
+      drawn.append(shape("text", { class: "tick", x: middle, y: bottom + 16, "text-anchor": "middle" }, text));
     }
     drawn.append(shape("line", { class: "frame", x1: left, x2: right, y1: bottom, y2: bottom }),
       shape("text", { class: "title", x: (left + right) / 2, y: height - 6, "text-anchor": "middle" }, x.title),
@@ -268,5 +297,5 @@ const plots = (() => {
       return text;
     }).join("");
   }
-  return { chart, color, dark, element, heat, hideTip, legend, narrow, path, shape };
+  return { chart, color, dark, element, heat, hideTip, keyed, legend, narrow, path, shape, sign };
 })();
