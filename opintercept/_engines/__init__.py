@@ -1,1 +1,1 @@
-"""The three ways to feed the pipeline, and what they share: which block watches what in which thread."""
+"""The four engines that feed the pipeline, and what they share: which block watches what in which thread."""

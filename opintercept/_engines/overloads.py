@@ -145,7 +145,7 @@ _OTHER = Op("")
 
 
 def skipped() -> Overloads:
-    """The overloads by which programs convolve, which run others inside; by name."""
+    """Composite convolution overloads, by name."""
     return _known(overload for packet in convolutions.OUTERMOST for overload in overloads(packet))
 
 

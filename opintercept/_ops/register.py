@@ -139,7 +139,7 @@ def register_op(
 
 
 def recheck() -> None:
-    """Check the roles again after libraries have come, which `register_op` could not see or had other schemas then.
+    """Recheck registrations whose library loaded or changed later.
 
     A registration that does not fit gets a warning. Hooks do not get the argument that is missing.
     """

@@ -65,7 +65,7 @@ _PIECE = 1 << 14  # calls whose statistics are read together
 _HASHES = tuple(f"{slot}_hash" for slot in SLOTS)
 _NAMES = (*_HASHES, "has_more", "has_tensors", "has_error", "elapsed")
 _ROUNDED = 8.0  # unit roundoffs that operators between two calls may put into an operand
-_AMPLIFIED = 1e3  # times the largest difference before it, a weight's difference does not come from that
+_AMPLIFIED = 1e3  # A weight that differs by more than this multiple of every earlier error was changed
 _LEAST = 1e-7  # the largest difference before it is taken for no less, beside the largest modulus
 _WORK = 2e11  # floating-point operations of the calls that are searched for a cause: about a minute of one core
 
