@@ -27,7 +27,7 @@ extern thread_local PyObject* hidden_here;
 // Whether an operator of a noted call runs in this thread: nothing sees its inner steps.
 extern thread_local bool inside_noted;
 
-// Of what an argument is to Python where its value alone does not say it.
+// How Python sees an integer argument.
 enum class Kind : char { OTHER, DTYPE, LAYOUT, MEMORY_FORMAT };
 
 // What Python knows of an overload. Made when it is first asked for: a block may install two thousand kernels.

@@ -23,16 +23,16 @@ namespace opintercept {
 
 constexpr uint32_t UNKNOWN = UINT32_MAX;
 
-// Gives up references. A thread without the interpreter's lock leaves that to the next one that gives some up with it.
+// Releases references; without the GIL, queues them for the next holder.
 void give_up(std::vector<PyObject*> objects);
 
-// What the hooks of a ring want of each call, see `_core.noted.Work`.
+// What the hooks of a ring want of each call, see `_core.in_kernel.Work`.
 struct Plan {
   bool rows = false, finite = false, place = false, links = false, settings = false;
   bool hashed = false, has_target = false;
   std::array<bool, ROLES> reads{};
   Target target{};
-  Records* writes = nullptr; // takes a record of each call, see `_core.in_kernel.Work`
+  Records* writes = nullptr; // takes a record of each call, likewise
   std::array<bool, ROLES> written{}; // the roles whose values it gets
   Checker* checker = nullptr; // checks each product, likewise
   std::vector<PyObject*> owned; // what these belong to
@@ -120,7 +120,7 @@ class Ring {
   ~Ring();
 
   static std::atomic<uint64_t> forgotten; // how often all rings had to forget
-  static PyObject* nowhere; // `_core.place.NOWHERE`
+  static PyObject* nowhere; // `_core.call_site.NOWHERE`
 
  private:
   template <typename Map, typename Key>
