@@ -18,6 +18,10 @@ import torch
 Make = Callable[[], AbstractContextManager[Any]]
 
 
+UNITS = {"a microsecond": 1e-6, "a millisecond": 1e-3, "a second": 1.0, "a megabyte": 0.0}
+"""What is no configuration but one of a unit, so that a ratio to it is a figure; by its seconds, 0 for no time."""
+
+
 class Clock:
     """What `compare` measures.
 
@@ -104,14 +108,17 @@ def rows(
     times: Mapping[str, list[float]],
     bounds: Mapping[str, tuple[str, float]] | None = None,
 ) -> list[Row]:
-    """Return the rows of measured times; the others are compared with the first one."""
+    """Return the rows of measured times; the others are compared with the first one, which may be one of `UNITS`."""
     base = next(iter(times))
-    compared: list[tuple[str, str, str, float | None]] = [(name, name, base, None) for name in times]
+    compared: list[tuple[str, str, str, float | None]] = [
+        (name, name, base, None) for name in times if name not in UNITS
+    ]
     compared += [(f"{name} / {other}", name, other, bound) for name, (other, bound) in (bounds or {}).items()]
     found = []
     for shown, name, other, bound in compared:
         ratio, spread = _ratio(times[name], times[other])
-        found.append(Row(suite, program, shown, statistics.median(times[name]), ratio, spread, bound))
+        seconds = ratio * UNITS[other] if other in UNITS else statistics.median(times[name])
+        found.append(Row(suite, program, shown, seconds, ratio, spread, bound))
     return found
 
 

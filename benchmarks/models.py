@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -16,6 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks._timing import Make, Row, compare
 from benchmarks.operators import EmptyDispatchMode, EmptyFunctionMode, blocks, compiled, no_op, read_module
 from opintercept import hooks, intercept, runs
+
+T = TypeVar("T")
 
 _HOOKS: dict[str, Callable[[], Any]] = {
     "no-op hook": lambda: no_op,
@@ -52,6 +54,11 @@ def _others(model: torch.nn.Module) -> dict[str, Make]:
     except ImportError:  # private, and not in every torch
         return found
     return found | {"DebugMode": DebugMode}
+
+
+def _in_python(configurations: Mapping[str, T]) -> dict[str, T]:
+    """Return these configurations under the name of kernels in Python."""
+    return {f"kernels in Python, {name}": each for name, each in configurations.items()}
 
 
 class _Body:
@@ -129,13 +136,14 @@ def run(smoke: bool) -> list[Row]:
         "flight recorder with statistics": lambda: _in_flight("stats"),
     }
     in_c = compiled(blocks(_HOOKS | _MORE | _CHECKSUMS, engine="compiled") | in_flight)
-    ours_and_more = OURS | blocks(_MORE) | in_c
+    plain: dict[str, Make] = {"plain": nullcontext}
+    ours = plain | _in_python(blocks(_HOOKS)) | in_c
     body = _Body(inference(lambda: model(tokens).logits))
     found = compare(
         "models",
         "Llama, 4 layers of width 64, forward",
         body,
-        ours_and_more | _others(model),
+        ours | _in_python(blocks(_MORE)) | _others(model),
         rounds=rounds,
         number=1 if smoke else 3,
         check=False,  # two modes of torch change the last bits
@@ -147,7 +155,7 @@ def run(smoke: bool) -> list[Row]:
     )
     if peers := _peers(model, tokens, body):
         program = "Llama, forward, by tools of others"
-        found += compare("models", program, body, {"plain": nullcontext} | peers, rounds=min(rounds, 3), check=False)
+        found += compare("models", program, body, plain | peers, rounds=min(rounds, 3), check=False)
 
     def train() -> Any:
         model.zero_grad()
@@ -155,11 +163,17 @@ def run(smoke: bool) -> list[Row]:
         loss.backward()
         return loss
 
-    found += compare("models", "Llama, training step", train, ours_and_more, rounds=rounds, number=1 if smoke else 3)
+    found += compare(
+        "models",
+        "Llama, training step",
+        train,
+        ours | _in_python(blocks(_MORE)),
+        rounds=rounds,
+        number=1 if smoke else 3,
+    )
     size: dict[str, Any] = {"n_layer": 2, "n_embd": 64, "n_head": 2} if smoke else {}
     gpt2: Any = transformers.GPT2LMHeadModel(transformers.GPT2Config(**size)).eval()  # type: ignore[no-untyped-call]
     prompt = torch.randint(0, 50000, (1, 64))
-    ours = {name: OURS[name] for name in ("plain", "no-op hook", "Recorder", "Stats")} | in_c
     name = "GPT-2, 2 layers" if smoke else "GPT-2 small"
     prefill = inference(lambda: gpt2(prompt).logits)
     found += compare("models", f"{name}, prompt of 64", prefill, ours, rounds=min(rounds, 7))
@@ -213,6 +227,6 @@ def _in_flight(tensors: Any) -> Iterator[None]:
 
 def _bounds(in_c: dict[str, Make], most: dict[str, float], most_in_c: dict[str, float]) -> dict[str, tuple[str, float]]:
     """Return the bounds of hooks relative to the plain program, with kernels in Python and with compiled ones."""
-    found = {name: ("plain", bound) for name, bound in most.items()}
+    found = _in_python({name: ("plain", bound) for name, bound in most.items()})
     names = {f"compiled kernels, {name}": ("plain", bound) for name, bound in most_in_c.items()}
     return found | {name: bound for name, bound in names.items() if name in in_c}

@@ -64,16 +64,16 @@ def compiled(configurations: dict[str, Make]) -> dict[str, Make]:
 
 
 CONFIGURATIONS: dict[str, Make] = {
-    "bare": nullcontext,
+    "plain": nullcontext,
     "empty TorchFunctionMode": EmptyFunctionMode,
     "empty TorchDispatchMode": EmptyDispatchMode,
-    "kernel engine, no hook": intercept,
-    "kernel engine, 1 hook": lambda: intercept(no_op),
-    "kernel engine, 4 hooks": lambda: intercept([no_op] * 4),
+    "kernels in Python, no hook": intercept,
+    "kernels in Python, no-op hook": lambda: intercept(no_op),
+    "kernels in Python, 4 no-op hooks": lambda: intercept([no_op] * 4),
     "mode engine, no hook": lambda: intercept(engine="mode"),
-    "mode engine, 1 hook": lambda: intercept(no_op, engine="mode"),
+    "mode engine, no-op hook": lambda: intercept(no_op, engine="mode"),
     "function level, no hook": lambda: intercept(level="function"),
-    "function level, 1 hook": lambda: intercept(no_op, level="function"),
+    "function level, no-op hook": lambda: intercept(no_op, level="function"),
     "after the last exit": nullcontext,
 }
 
@@ -94,7 +94,7 @@ def _same(block: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
 def entries(smoke: bool) -> list[Row]:
     """Time an empty block alone, which installs and removes kernels, one inside another block, and a pause."""
     blocks: list[tuple[str, int, dict[str, Any]]] = [
-        ("kernel engine", 10, {}),
+        ("kernels in Python", 10, {}),
         ("mode engine", 200, {"engine": "mode"}),
         ("function level", 200, {"level": "function"}),
         *(("compiled kernels", 10, {"engine": "compiled"}) for _ in compiled({"": nullcontext})),
@@ -105,7 +105,7 @@ def entries(smoke: bool) -> list[Row]:
         timed[name] = (partial(_same, interceptor), nullcontext, number)
         timed[f"{name}, in another block"] = (partial(_same, interceptor), partial(_same, outer), 200)
         timed[f"{name}, a pause"] = (interceptor.paused, partial(_same, interceptor), 200)
-    times: dict[str, list[float]] = {name: [] for name in timed}
+    times: dict[str, list[float]] = {"a microsecond": [1e-6]} | {name: [] for name in timed}
     for turn in range(3 if smoke else 101):
         for name, (make, around, number) in timed.items():
             with around():
@@ -113,7 +113,7 @@ def entries(smoke: bool) -> list[Row]:
                 seconds = enter(make, number)
             if turn:
                 times[name].append(seconds)
-    return rows("operators", "an empty block", times)
+    return rows("operators", "an empty block, microseconds", times)
 
 
 def run(smoke: bool) -> list[Row]:
@@ -121,7 +121,7 @@ def run(smoke: bool) -> list[Row]:
     a, b = torch.randn(8, 8), torch.randn(8, 8)
     rounds, number = (3, 300) if smoke else (250, 1000)  # the machine keeps its speed within a short turn
     in_c = compiled(
-        {"no hook": lambda: intercept(engine="compiled"), "1 hook": lambda: intercept(no_op, engine="compiled")}
+        {"no hook": lambda: intercept(engine="compiled"), "no-op hook": lambda: intercept(no_op, engine="compiled")}
     )
     add = compare(
         "operators",
@@ -131,10 +131,10 @@ def run(smoke: bool) -> list[Row]:
         rounds=rounds,
         number=number,
         bounds={
-            "kernel engine, 1 hook": ("bare", 1.02),
-            "mode engine, 1 hook": ("empty TorchDispatchMode", 0.9),
-            "function level, 1 hook": ("empty TorchFunctionMode", 1.15),
-            "after the last exit": ("bare", 1.01),
+            "kernels in Python, no-op hook": ("plain", 1.02),
+            "mode engine, no-op hook": ("empty TorchDispatchMode", 0.9),
+            "function level, no-op hook": ("empty TorchFunctionMode", 1.15),
+            "after the last exit": ("plain", 1.01),
         },
     )
     mm = compare(
@@ -145,9 +145,9 @@ def run(smoke: bool) -> list[Row]:
         rounds=rounds,
         number=number,
         bounds={
-            "kernel engine, 1 hook": ("empty TorchDispatchMode", 1.1),
-            "after the last exit": ("bare", 1.01),
+            "kernels in Python, no-op hook": ("empty TorchDispatchMode", 1.1),
+            "after the last exit": ("plain", 1.01),
         }
-        | {name: ("empty TorchDispatchMode", 1.1) for name in in_c if "1 hook" in name},
+        | {name: ("empty TorchDispatchMode", 1.1) for name in in_c if "no-op" in name},
     )
     return add + mm + entries(smoke)
