@@ -34,7 +34,7 @@ def about(versions: dict[str, Any]) -> str:
     threads = "one thread" if versions["threads"] == 1 else f"{versions['threads']} threads"
     return (
         f"Measured on {datetime.date.today()} with torch {versions['torch']} and Python {versions['python']}, "
-        f"on {processor}, with {threads}."
+        f"on {processor}, with {threads}, in processor time."
     )
 
 
