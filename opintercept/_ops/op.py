@@ -201,7 +201,10 @@ class Op:
         If torch does not tell a function's parameters, their names are their positions, `"args[2]"`.
         """
         parameters = parameters_of(func, "" if self.kind == "patched" else self.name.rpartition(".")[2])
-        outputs = {self.roles.get("out", (0, "out"))[1], *(p.name for p in parameters if p.is_out)}
+        outputs = {p.name for p in parameters if p.is_out}
+        # torch's schemas tell what is written from the `out` that the backward of an attention reads.
+        if not (hasattr(func, "_schema") and self.name.startswith("aten::")):
+            outputs.add(self.roles.get("out", (0, "out"))[1])
         return {name: value for name, value in bound(parameters, args, kwargs).items() if name not in outputs}
 
     def dequantized(self, role: str, func: Any, args: Args, kwargs: Kwargs) -> Any:

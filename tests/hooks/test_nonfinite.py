@@ -323,6 +323,15 @@ def test_a_planted_overflow_is_found_in_a_pretrained_model() -> None:
             model(**{name: tensor.repeat(4, 1) for name, tensor in inputs.items()})
 
 
+@pytest.mark.parametrize("engine", BELOW)
+def test_the_backward_of_an_attention_is_not_blamed_for_what_its_forward_made(engine: dict[str, Any]) -> None:
+    x, lse = torch.ones(1, 1, 3, 4), torch.ones(1, 1, 3)
+    nonfinite = hooks.NonFinite(action="record")
+    with intercept(nonfinite, **engine):
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(x, x, x, x, x * NAN, lse, 0.0, False)
+    assert [(finding.kind, finding.bad) for finding in nonfinite.findings] == [("came in", ("out",))]
+
+
 @interrupts.needs_timer
 @pytest.mark.parametrize("every", [1, 3])
 def test_interrupts_leave_no_state_behind(every: int) -> None:
