@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import gpu_attentions
 import pytest
 import torch
 from compiler import needs_compiler
@@ -182,6 +183,31 @@ def test_backward_calls_that_are_known_never_become_python(shown: Counter[str]) 
         if record.phase == "backward" and record.forward is not None:
             assert record.module == forward[record.forward].module
     assert shown.total() < len(recorder.records) / 4
+
+
+@pytest.mark.parametrize("engine", ["kernel", "compiled"])
+def test_what_a_kernel_in_python_raises_reaches_the_program(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_args: Any, **_options: Any) -> Any:
+        raise KeyError("mine")
+
+    monkeypatch.setitem(gpu_attentions.KERNELS, "flash", (refuse, refuse))
+    x, found = torch.ones(1, 1, 2, 2), list[BaseException]()
+    raised: list[BaseException] = []
+
+    class Watch(hooks.Recorder):
+        def work(self) -> Work:
+            return Work()
+
+        def error(self, call: OpCall, exception: BaseException) -> None:
+            found.append(exception)
+
+    with gpu_attentions.on_the_host(), intercept(Watch(), engine=engine):
+        for _ in range(3):
+            with pytest.raises(KeyError, match="mine") as caught:
+                gpu_attentions.attention("flash", x, x, x)
+            raised.append(caught.value)
+    assert len(raised) == 3
+    assert all(map(lambda one, other: one is other, raised, found))
 
 
 @pytest.mark.parametrize("hook", [lambda call: None, hooks.when(hooks.Stats(), op="aten::mm")], ids=["lambda", "when"])

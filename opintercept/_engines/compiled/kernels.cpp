@@ -50,8 +50,24 @@ void opintercept::raise() {
   throw error;
 }
 
-void opintercept::set_error(const std::exception_ptr& thrown) {
+static void set_error(const std::exception_ptr& thrown) {
   torch::translate_exception_to_python(thrown);
+}
+
+PyObject* opintercept::exception_of(const std::exception_ptr& thrown) {
+  try {
+    std::rethrow_exception(thrown);
+  } catch (const pybind11::error_already_set& error) { // of a kernel in Python; it can be restored only once
+    return error.value().inc_ref().ptr();
+  } catch (...) {
+    set_error(thrown);
+  }
+  PyObject *kind, *value, *trace;
+  PyErr_Fetch(&kind, &value, &trace);
+  PyErr_NormalizeException(&kind, &value, &trace);
+  Py_XDECREF(kind);
+  Py_XDECREF(trace);
+  return value;
 }
 
 const at::Tensor& opintercept::unpacked(PyObject* tensor) {

@@ -763,13 +763,9 @@ bool opintercept::ran_noted(
     call.elapsed = seconds_since(started);
     call.values = call.given.data();
     Locked locked;
-    set_error(std::current_exception());
-    PyObject *kind, *value, *trace;
-    PyErr_Fetch(&kind, &value, &trace);
-    PyErr_NormalizeException(&kind, &value, &trace);
-    THPObjectPtr owned_kind(kind), owned_value(value), owned_trace(trace);
+    THPObjectPtr exception(exception_of(std::current_exception()));
     for (Part& part : call.parts) {
-      THPObjectPtr(call.show(part, true, Py_None, or_none(value)));
+      THPObjectPtr(call.show(part, true, Py_None, or_none(exception.get())));
       part.begun.reset();
     }
     throw;

@@ -16,7 +16,7 @@
 namespace opintercept {
 
 [[noreturn]] void raise(); // Python's error as an exception of C++
-void set_error(const std::exception_ptr& thrown); // and the other way round
+PyObject* exception_of(const std::exception_ptr& thrown); // what it is to Python; it can still be thrown
 
 inline PyObject* check(PyObject* p) {
   if (p == nullptr) {
