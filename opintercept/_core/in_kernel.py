@@ -107,8 +107,9 @@ class InKernel(Protocol):
     def learn(self, call: OpCall) -> Any:
         """What holds for all calls that look like this one, for `noted`; None if the hook has to see such calls.
 
-        It is asked in Python, once for each kind of call, before `post` sees the call. Calls of an operator that does
-        not multiply look alike also if numbers with a fraction differ, such as the rate of an optimizer.
+        It is asked in Python, once for each kind of call, before `post` sees the call. Calls look alike whatever values
+        their tensors have. Those of an operator that does not multiply also do if numbers with a fraction differ, such
+        as the rate of an optimizer.
         """
 
     def noted(self, note: PendingRecord, values: Mapping[str, Found], learned: Any) -> None:

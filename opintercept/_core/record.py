@@ -255,25 +255,27 @@ def signature_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outpu
     Raises:
         Exception: How the call looks does not decide its summary, or cannot be read.
     """
-    return id(func), _signature(args), _signature(tuple(kwargs.items())) if kwargs else (), _signature(output)
+    numbers = not hasattr(func, "_schema")  # a function may take dimensions as a tensor, as `tensordot` does
+    named = _signature(tuple(kwargs.items()), numbers) if kwargs else ()
+    return id(func), _signature(args, numbers), named, _signature(output, numbers)
 
 
-def _signature(value: Any) -> Any:
+def _signature(value: Any, numbers: bool) -> Any:
     # Each attribute of a tensor that this reads costs time in every recorded call.
     kind = type(value)
     if kind in _PLAIN:
         return value
     if kind is tuple or kind is list:
-        return tuple([_signature(item) for item in value])
+        return tuple([_signature(item, numbers) for item in value])
     try:
         stride = value.stride()  # some tensors have none, and raise
     except AttributeError:
         if isinstance(value, (tuple, list)):
-            return tuple([_signature(item) for item in value])
+            return tuple([_signature(item, numbers) for item in value])
         if isinstance(value, Sized):
             raise TypeError("a storage is a sequence of all its bytes, and a key must not keep it alive") from None
         return value
     dtype = value.dtype
-    if not dtype.is_floating_point and value.numel() < 64:
-        raise TypeError("the numbers may decide the summary: tensordot takes its dimensions as a tensor too")
+    if numbers and not dtype.is_floating_point and value.numel() < 64:
+        raise TypeError("the numbers may decide the summary")
     return value.shape, stride, dtype, value.device, value.requires_grad, value.layout

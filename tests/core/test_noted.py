@@ -185,6 +185,43 @@ def test_backward_calls_that_are_known_never_become_python(shown: Counter[str]) 
     assert shown.total() < len(recorder.records) / 4
 
 
+@pytest.mark.parametrize("kind", gpu_attentions.KERNELS)
+def test_attentions_of_gpus_never_become_python(kind: str, shown: Counter[str], tmp_path: Path) -> None:
+    """They return up to nine results, some of them undefined, some whole numbers, and a state of random numbers."""
+    q, k, v = (torch.randn(2, 3, 5, 4, requires_grad=True) for _ in range(3))
+
+    def records(engine: Any) -> list[CallRecord]:
+        recorder = hooks.Recorder()
+        watching: list[Any] = [recorder, hooks.Profile(), runs.RunRecorder(tmp_path / engine, "none")]
+        with gpu_attentions.on_the_host(), intercept(watching, engine=engine):
+            for step in range(5):
+                if step == 2:
+                    shown.clear()
+                gpu_attentions.attention(kind, q, k, v).sum().backward()
+        assert [call.record for call in runs.open_run(tmp_path / engine).calls()] == recorder.records
+        return timeless(recorder.records)
+
+    seen = records("kernel")
+    assert shown.total() == 6
+    assert records("compiled") == seen
+    assert not shown
+    ends = "", "_backward"
+    assert [each.op for each in seen] == [f"aten::_scaled_dot_product_{kind}_attention{end}" for end in ends] * 5
+    assert {each.flops is not None and each.opaque for each in seen} == {True}
+
+
+def test_a_generator_does_not_bring_a_call_to_python(shown: Counter[str]) -> None:
+    recorder, x = hooks.Recorder(), torch.empty(3)
+    with intercept(recorder, ops="random", engine="compiled"):
+        for turn in range(4):
+            if turn == 2:
+                shown.clear()
+            x.normal_(generator=torch.Generator())
+            torch.bernoulli(torch.ones(3), generator=torch.Generator())
+    assert not shown
+    assert [record.op for record in recorder.records] == ["aten::normal_", "aten::bernoulli"] * 4
+
+
 @pytest.mark.parametrize("engine", ["kernel", "compiled"])
 def test_what_a_kernel_in_python_raises_reaches_the_program(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_args: Any, **_options: Any) -> Any:

@@ -26,6 +26,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import gpu_attentions
 import torch
 from nets import product
 from random_programs import CONTEXTS, IN_PLACE, SIGNATURES, Leaf, function_of
@@ -201,6 +202,20 @@ class World:
         x, y = (torch.full((self.draw.choice((2, 20)), 8), float(value)) for value in range(2))
         for _ in range(4):
             self.see(self.draw.choice(ELEMENTWISE)(*((x, y) if x.shape == y.shape else (x, x))))
+
+    def attention(self, depth: int) -> None:
+        kind, dtype = self.draw.choice(list(gpu_attentions.KERNELS)), self.draw.choice((torch.float32, torch.bfloat16))
+        sizes = {letter: self.draw.choice((1, 2, 3, 8)) for letter in "bhqkd"}
+        q, k, v = (self.leaf(word, sizes, dtype) for word in ("bhqd", "bhkd", "bhkd"))
+        bias = self.leaf("bhqk", sizes, dtype).detach() if self.draw.random() < 0.3 else None
+        causal, context = self.draw.random() < 0.3, self.draw.choice(list(CONTEXTS))
+        for _ in range(self.draw.choice((1, 2, 3, 6))):
+            with CONTEXTS[context](), suppress(*FAILURES):
+                result = gpu_attentions.attention(kind, q, k, v, bias, causal)
+                self.see(result)
+                if result.requires_grad:
+                    grads = [each for each in (q, k, v) if each.requires_grad]
+                    self.see(*torch.autograd.grad(result.square().sum(), grads))
 
     def model(self, depth: int) -> None:
         model = self.draw.choice(self.models)
@@ -451,6 +466,7 @@ class World:
 
 ACTIONS = {
     "multiply": 30,
+    "attention": 6,
     "model": 12,
     "elementwise": 4,
     "vmap": 1,
@@ -547,7 +563,7 @@ def rounded(row: Any) -> Any:
 def outcome(seed: int, engine: str, most: int = 20) -> tuple[Any, list[str]]:
     """What a program reports under an engine, or how it fails; and what it did."""
     gc.collect(0)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, gpu_attentions.on_the_host():
         # Both engines record to a folder of the same name, which errors tell.
         world = World(seed, engine, Path(folder) / "runs", most)
         try:

@@ -96,7 +96,7 @@ def _rings_of(watch: scope.Watch, overload: torch._ops.OpOverload) -> tuple[Any,
         The rings of the pipelines that see it; whether it is opaque; the places of its operands; those of other
         arguments with tensors that it reads, with their slots in a record, or -1 for the next free ones; the places of
         the arguments that it writes to, and of those among them that it reads; whether its outputs are views or
-        uninitialised, which nobody reads; and whether the values of small tensors of integers decide how a call looks.
+        uninitialised, which nobody reads; and whether it has a row in the tables of products and convolutions.
     """
     row = watch.row
     rings = tuple(pipeline.queue.ring for pipeline in watch.pipelines if pipeline.queue is not None)

@@ -38,7 +38,7 @@ struct Entry {
   std::vector<size_t> written, overwritten; // the arguments that it writes to, and those of them that it reads before
   bool opaque = false; // then each call becomes a row, to be counted
   bool unread = false; // whether its outputs are views of what was read before, or memory that nobody has written
-  bool numbers = true; // whether the values of small tensors of integers may decide how a call looks
+  bool in_table = true; // and not one of those that `ops="all"` adds
   PyObject* row = nullptr;
   PyObject* hidden_scope = nullptr; // the watch owns it, and the scope the watch
   ScopePtr hidden;
@@ -323,7 +323,7 @@ struct Call {
         wanted.push_back(static_cast<long>(i));
       }
     }
-    if (wanted.empty() && !entry.numbers && !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Conjugate)) {
+    if (wanted.empty() && !entry.in_table && !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Conjugate)) {
       return; // autograd has no node for it, nor for a wrapper that it is inside of
     }
     Locked locked;
@@ -570,8 +570,14 @@ bool look_at_outputs(
       if (!plan.reads[role] || (!strict && !results[role - OUTPUT].defined())) {
         continue;
       }
-      if (strict && (!outputs[role - OUTPUT].isTensor() || !outputs[role - OUTPUT].toTensor().defined())) {
+      if (strict && !outputs[role - OUTPUT].isTensor()) {
         return true;
+      }
+      if (strict && !outputs[role - OUTPUT].toTensor().defined()) {
+        if (role == OUTPUT) {
+          return true; // hooks take the first tensor of several
+        }
+        continue;
       }
       if (!call.reads(part, role, strict ? outputs[role - OUTPUT].toTensor() : results[role - OUTPUT])) {
         return true;
@@ -584,7 +590,7 @@ bool look_at_outputs(
   key.resize(described);
   if (!call.writes()) {
     for (size_t i = 0; i < count; i++) {
-      if (!look_at_output(key, outputs[i], call.entry.numbers)) {
+      if (!look_at_output(key, outputs[i])) {
         return true;
       }
     }
@@ -683,11 +689,11 @@ bool opintercept::ran_noted(
       !c10::InferenceMode::is_enabled()) {
     return false; // the forward of a custom Function
   }
-  bool describes = false, fractions = entry->numbers;
+  bool describes = false, fractions = entry->in_table;
   for (const Part& part : call.parts) {
     describes = describes || part.rows;
     fractions = fractions || part.plan().writes != nullptr;
-    if (call.writes() && part.plan().checker != nullptr && entry->numbers) {
+    if (call.writes() && part.plan().checker != nullptr && entry->in_table) {
       return false; // hooks that check a product again need its operands
     }
   }
@@ -696,7 +702,7 @@ bool opintercept::ran_noted(
   for (size_t i = 0; i < count; i++) {
     const c10::IValue& value = call.values[i];
     if ((on_host && value.isTensor() && value.toTensor().defined() && !value.toTensor().is_cpu()) ||
-        (describes && !look_at(key.text, value, entry->numbers, fractions))) {
+        (describes && !look_at(key.text, value, fractions))) {
       return false;
     }
   }
@@ -798,7 +804,7 @@ bool opintercept::remember(const Overload& overload, PyObject* scope, PyObject* 
   if (found.get() != Py_None) {
     auto made = std::make_unique<Entry>();
     PyObject *rings, *positions, *others, *written, *overwritten;
-    int opaque, unread, numbers;
+    int opaque, unread, in_table;
     if (!PyArg_ParseTuple(
             found.get(),
             "O!pO!O!O!O!pp",
@@ -814,12 +820,12 @@ bool opintercept::remember(const Overload& overload, PyObject* scope, PyObject* 
             &PyTuple_Type,
             &overwritten,
             &unread,
-            &numbers)) {
+            &in_table)) {
       check(nullptr);
     }
     made->opaque = opaque;
     made->unread = unread;
-    made->numbers = numbers;
+    made->in_table = in_table;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(rings); i++) {
       made->rings.push_back(ring_of(PyTuple_GET_ITEM(rings, i)));
     }

@@ -17,7 +17,7 @@
 
 namespace {
 
-PyObject *look_in_python, *tensor_type, *parameter_type;
+PyObject *look_in_python, *tensor_type, *parameter_type, *schema_name;
 
 template <typename T>
 void put(std::string& key, char kind, const T& value) {
@@ -34,14 +34,14 @@ constexpr int DEEPEST = 16; // lists in lists; a list that contains itself has n
 
 // Each function below returns whether it can describe its value.
 
-bool look_at_tensor(std::string& key, const at::Tensor& tensor, bool numbers = true) {
+bool look_at_tensor(std::string& key, const at::Tensor& tensor, bool numbers = false) {
   const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   if (impl->has_symbolic_sizes_strides() || impl->layout() != c10::kStrided || tensor.is_nested()) {
     return false;
   }
   auto dtype = tensor.scalar_type();
   if (numbers && !c10::isFloatingType(dtype) && tensor.numel() < 64) {
-    return false; // its values may matter
+    return false; // its values may decide the summary
   }
   put(key, 'T', dtype);
   put(key, 'd', tensor.device());
@@ -51,10 +51,10 @@ bool look_at_tensor(std::string& key, const at::Tensor& tensor, bool numbers = t
   return true;
 }
 
-bool look_at(std::string& key, PyObject* value, int depth = 0) {
+bool look_at(std::string& key, PyObject* value, bool numbers, int depth = 0) {
   auto type = reinterpret_cast<PyObject*>(Py_TYPE(value));
   if (type == tensor_type || type == parameter_type) {
-    return look_at_tensor(key, opintercept::unpacked(value));
+    return look_at_tensor(key, opintercept::unpacked(value), numbers);
   }
   if (value == Py_None || PyBool_Check(value)) {
     key.push_back(value == Py_None ? 'n' : value == Py_True ? 'y' : 'z');
@@ -76,14 +76,14 @@ bool look_at(std::string& key, PyObject* value, int depth = 0) {
   Py_ssize_t size = PySequence_Fast_GET_SIZE(value);
   put(key, 't', size);
   for (Py_ssize_t i = 0; i < size; i++) {
-    if (!look_at(key, PySequence_Fast_GET_ITEM(value, i), depth + 1)) {
+    if (!look_at(key, PySequence_Fast_GET_ITEM(value, i), numbers, depth + 1)) {
       return false;
     }
   }
   return true;
 }
 
-bool look_at_named(std::string& key, PyObject* named) {
+bool look_at_named(std::string& key, PyObject* named, bool numbers) {
   Py_ssize_t at = 0;
   PyObject *name, *value;
   while (PyDict_Next(named, &at, &name, &value)) {
@@ -95,7 +95,7 @@ bool look_at_named(std::string& key, PyObject* named) {
     }
     put(key, 'k', size);
     key.append(text, static_cast<size_t>(size));
-    if (!look_at(key, value)) {
+    if (!look_at(key, value, numbers)) {
       return false;
     }
   }
@@ -104,8 +104,9 @@ bool look_at_named(std::string& key, PyObject* named) {
 
 bool look_at_call(std::string& key, PyObject* const* call) {
   try {
-    return PyTuple_CheckExact(call[1]) && PyDict_CheckExact(call[2]) && look_at(key, call[1]) &&
-        look_at_named(key, call[2]) && look_at(key, call[3]);
+    const bool numbers = !PyObject_HasAttr(call[0], schema_name); // a function may take dimensions as a tensor
+    return PyTuple_CheckExact(call[1]) && PyDict_CheckExact(call[2]) && look_at(key, call[1], numbers) &&
+        look_at_named(key, call[2], numbers) && look_at(key, call[3], numbers);
   } catch (const std::exception&) { // a tensor that stands for others, without sizes of its own
     PyErr_Clear();
     return false;
@@ -130,28 +131,28 @@ bool look_at_wrapped(std::string& key, const at::Tensor& number, bool fractions)
   return true;
 }
 
-bool look_at_any(std::string& key, const at::Tensor& tensor, bool numbers, bool fractions) {
+bool look_at_any(std::string& key, const at::Tensor& tensor, bool fractions) {
   if (!tensor.defined()) {
     key.push_back('n');
     return true;
   }
   return tensor.unsafeGetTensorImpl()->is_wrapped_number() ? look_at_wrapped(key, tensor, fractions)
-                                                           : look_at_tensor(key, tensor, numbers);
+                                                           : look_at_tensor(key, tensor);
 }
 
 } // namespace
 
-bool opintercept::look_at_output(std::string& key, const c10::IValue& value, bool numbers) {
+bool opintercept::look_at_output(std::string& key, const c10::IValue& value) {
   if (value.isInt() || value.isDouble() || value.isBool() || value.isComplexDouble()) {
     key.push_back(value.isInt() ? 'I' : value.isDouble() ? 'D' : value.isBool() ? 'B' : 'C');
     return true;
   }
-  return look_at(key, value, numbers);
+  return look_at(key, value);
 }
 
-bool opintercept::look_at(std::string& key, const c10::IValue& value, bool numbers, bool fractions) {
+bool opintercept::look_at(std::string& key, const c10::IValue& value, bool fractions) {
   if (value.isTensor()) {
-    return look_at_any(key, value.toTensor(), numbers, fractions);
+    return look_at_any(key, value.toTensor(), fractions);
   }
   if (value.isNone() || value.isBool()) {
     key.push_back(value.isNone() ? 'n' : value.toBool() ? 'y' : 'z');
@@ -182,11 +183,15 @@ bool opintercept::look_at(std::string& key, const c10::IValue& value, bool numbe
     put(key, 'D', value.toDevice());
     return true;
   }
+  if (value.isGenerator() || value.isStream()) { // whichever it is, calls look alike
+    key.push_back(value.isGenerator() ? 'g' : 'S');
+    return true;
+  }
   if (value.isList()) {
     auto items = value.toListRef();
     put(key, 'l', items.size());
     for (const auto& item : items) {
-      if (!look_at(key, item, numbers, fractions)) {
+      if (!look_at(key, item, fractions)) {
         return false;
       }
     }
@@ -218,5 +223,6 @@ PyObject* opintercept_set_up_signature(PyObject*, PyObject* args) {
   for (PyObject* each : {look_in_python, tensor_type, parameter_type}) {
     Py_INCREF(each);
   }
+  schema_name = PyUnicode_InternFromString("_schema");
   Py_RETURN_NONE;
 }

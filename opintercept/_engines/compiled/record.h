@@ -9,11 +9,10 @@
 namespace opintercept {
 
 // Add to a key what tells calls with this argument from those that do not look alike. False for a value that the key
-// cannot describe. `numbers` says whether the values of small tensors of integers may decide how a call looks, and
-// `fractions` whether numbers with a fraction tell calls apart.
-bool look_at(std::string& key, const c10::IValue& value, bool numbers, bool fractions = true);
+// cannot describe. `fractions` says whether numbers with a fraction tell calls apart.
+bool look_at(std::string& key, const c10::IValue& value, bool fractions = true);
 
 // The same of an output, of which a number is not told.
-bool look_at_output(std::string& key, const c10::IValue& value, bool numbers);
+bool look_at_output(std::string& key, const c10::IValue& value);
 
 } // namespace opintercept
