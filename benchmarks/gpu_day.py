@@ -173,7 +173,8 @@ def readers(device: torch.device, small: bool) -> Lines:
     """What it takes to read hash and statistics, beside a copy of the tensor, which reads and writes each byte once."""
     known, switch = on_device.known, os.environ.get(on_device.SWITCH, "0")
     if small:  # the CPU is the device
-        native.read, content.HOST, on_device.DEVICES = native.unread, (), ("cpu",)  # type: ignore[assignment]
+        native.read, on_device.DEVICES = native.unread, ("cpu",)
+        vars(content)["ON_HOST"] = ()
     for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
         for count in (4096,) if small else (4096, 1 << 20, 1 << 27):
             values = torch.randn(count // 1024, 1024, device=device).to(dtype)

@@ -22,12 +22,10 @@ from opintercept._origin.links import graph_task
 from opintercept._values import hash as _hash
 from opintercept._values import on_device
 from opintercept._values.late import Lot, Lots, graph_of
-from opintercept._values.read import parameter_of, stored_values
+from opintercept._values.read import ON_HOST, parameter_of, stored_values
 from opintercept._values.stats import Values
 from opintercept._values.sums import LateSums, Reader, flat, of_rows, scan
 
-# Values on these devices are read at once; on others, when the work queued there is done.
-HOST = ("cpu",)
 EMPTY = f"{0:016x}"  # the hash of no values
 REMEMBERED = 4096  # tensors whose values are remembered
 _LONGEST = 1 << 17  # rows and columns of a tensor that is remembered
@@ -107,7 +105,7 @@ def _content_of(tensor: Any) -> Content | None:
     if values is None:
         return None
     count = values.numel()
-    if count and values.device.type not in HOST:
+    if count and values.device.type not in ON_HOST:
         return _read_later(tensor, values)
     bits = _bits_of(tensor)
     if not count:

@@ -20,6 +20,9 @@ from opintercept._values.late import captures, graph_of
 
 _Result = TypeVar("_Result")
 
+ON_HOST = ("cpu",)
+"""The types of devices whose values are read at once; those of others when the work queued there is done."""
+
 
 def without_graph(compute: Callable[..., _Result], *args: Any) -> _Result:
     """Call a function with gradients off, and restore the program's setting whatever happens.

@@ -47,6 +47,7 @@ from opintercept._origin.links import running_node
 from opintercept._values.copies import safetensors_for
 from opintercept._values.late import GraphResults, Late, Lots, graph_of
 from opintercept._values.read import (
+    ON_HOST,
     first_output,
     in_graph_capture,
     in_memory,
@@ -237,8 +238,9 @@ class NonFinite(Copyable, Shown):
             `"record"` only adds to `findings`, as all actions do. `"breakpoint"` stops in the debugger, in a frame
             that has the `call`. A function is called with the `Finding`.
         allow: Modules that may make any value: a glob, a compiled pattern or a predicate of the name.
-        check_every: Look at the checks once in this many calls, and when the block ends. With 1, each check waits for
-            the device. With more, findings come late, and each check reads the operands too.
+        check_every: Look at the checks of calls on a device once in this many, and when the block ends. With 1, each
+            check waits for the device. With more, findings there come late, and each check reads the operands too.
+            What the host computes is checked at once in any case.
         save: A folder. For each finding, NonFinite writes the call's arguments as safetensors and a script that runs
             the call again. If it cannot, the finding says why.
 
@@ -332,8 +334,8 @@ class NonFinite(Copyable, Shown):
         self._before.take(call)
 
     def work(self) -> Work | None:
-        """Kernels look whether the outputs are finite, unless checks are put off, or operands are to be saved."""
-        return Work(rows=False, finite=True) if self._check_every == 1 and self._save is None else None
+        """Kernels look whether the outputs on the host are finite, unless operands are to be saved."""
+        return Work(rows=False, finite=True) if self._save is None else None
 
     def post(self, call: OpCall) -> None:
         """Check the outputs."""
@@ -346,7 +348,7 @@ class NonFinite(Copyable, Shown):
         if isinstance(first := first_output(output), torch.Tensor) and leaves_out_captured(first, self, joins=True):
             self.skipped += 1
             return
-        if before is None and self._check_every == 1 and (ends := native.extent(output)) is not None:
+        if before is None and (ends := native.extent(output)) is not None:
             low, high = ends
             if math.isfinite(low) and math.isfinite(high):
                 return
@@ -356,12 +358,14 @@ class NonFinite(Copyable, Shown):
             self.skipped += bool(values and first.device.type not in ("cpu", "meta"))
             return
         graph = graph_of(span)
-        if self._check_every > 1 or graph is not None:
+        if graph is not None or (self._check_every > 1 and span.device.type not in ON_HOST):
             self._defer(call, span, before, graph)
             return
         extent = _read(span)
         if extent is None or extent.finite or self._allows(call) or _is_view(call, before) or _is_unwritten(call):
             return
+        if self._check_every > 1:
+            self.check()  # a device may have made what came in
         found = _operands(call, before)
         operands = {name: read for name, span in found.ranges.items() if (read := _read(span)) is not None}
         with self._lock:

@@ -25,7 +25,7 @@ from opintercept._kit.copyable import Copyable
 from opintercept._kit.roles import checked_roles
 from opintercept._ops.families import makes_values
 from opintercept._values.late import Lot, Lots, graph_of
-from opintercept._values.read import first_output, leaves_out_captured, stored_values
+from opintercept._values.read import ON_HOST, first_output, leaves_out_captured, stored_values
 from opintercept._values.stats import Sums
 from opintercept._values.sums import BATCH, LOWEST, PIECE, Cell, LateSums, Read, Reader, check_width, flat, powers
 
@@ -35,8 +35,6 @@ SMALL = 1 << 13
 """Tensors of at most this many values wait for others of their size: alone, reading them would be mostly overhead."""
 WAITING = 1 << 20
 """How many values may wait."""
-ON_HOST = ("cpu",)
-"""The types of devices whose values are read at once; those of others are read late."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # other subclasses may lack the operators that read many tensors at once
 

@@ -154,6 +154,12 @@ def test_a_call_that_is_known_never_becomes_python(shown: Counter[str]) -> None:
     assert shown == {"aten::mm": 1}
 
 
+def test_what_is_meant_for_devices_costs_nothing_on_the_host(shown: Counter[str]) -> None:
+    with intercept(hooks.NonFinite(check_every=1000), engine="compiled"):
+        multiply(100)
+    assert not shown
+
+
 @pytest.mark.parametrize("watching", [(), (hooks.Recorder,), (hooks.Stats,), (hooks.NonFinite, hooks.Profile)])
 def test_calls_that_write_or_differ_in_a_fraction_only_never_become_python(
     shown: Counter[str], watching: tuple[Any, ...]

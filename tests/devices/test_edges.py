@@ -34,6 +34,11 @@ def test_results_are_those_of_the_values_at_the_call(late: bool) -> None:
     assert findings == 0
 
 
+def test_the_host_is_not_blamed_for_what_came_from_a_device_and_is_not_checked_yet() -> None:
+    found = on_a_device("device_edges.py", "passed", "--late")
+    assert found == {engine: [["aten::log", "made"]] for engine in ("kernel", "compiled")}
+
+
 def test_a_hook_for_which_the_device_has_no_memory_left_leaves_calls_out() -> None:
     alike, stats, nonfinite, checksum, calls = on_a_device("device_edges.py", "memory")
     assert alike

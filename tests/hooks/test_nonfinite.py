@@ -7,6 +7,7 @@ import math
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import interrupts
 import minilm
@@ -20,11 +21,26 @@ from processes import run_python
 from torch import Tensor, nn
 
 from opintercept import NonFiniteError, OpCall, OpInterceptError, OpInterceptWarning, hooks, intercept
+from opintercept.hooks import nonfinite as module
 from opintercept.hooks.nonfinite import ValueRange
 
 pytestmark = pytest.mark.slow
 
 NAN, INF = math.nan, math.inf
+
+
+@pytest.fixture
+def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `check_every` put off the checks of calls on the host, as it does those of calls on a device."""
+    monkeypatch.setattr(module, "ON_HOST", ())
+    monkeypatch.delattr(hooks.NonFinite, "work")  # kernels in C++ leave calls on a device to the hook
+
+
+@pytest.fixture(autouse=True)
+def put_off(request: pytest.FixtureRequest) -> None:
+    """Put the checks off in tests that give `check_every` several values."""
+    if getattr(request.node, "callspec", None) and request.node.callspec.params.get("every", 1) > 1:
+        request.getfixturevalue("as_on_a_device")
 
 
 def three_layers(broken: int | None = None, weight: float = 3e38) -> nn.Sequential:
@@ -110,6 +126,7 @@ def test_deferred_checks_find_the_same(every: int) -> None:
     assert tuple(first.operands["rhs"]) == pytest.approx((3e38, 3e38))
 
 
+@pytest.mark.usefixtures("as_on_a_device")
 def test_a_deferred_check_raises_when_the_block_ends_and_finds_all() -> None:
     with pytest.raises(NonFiniteError, match="aten::addmm in module '2'"):
         with intercept(nonfinite := hooks.NonFinite(check_every=1000, inf=True)):
@@ -118,6 +135,30 @@ def test_a_deferred_check_raises_when_the_block_ends_and_finds_all() -> None:
     assert [finding.record.op for finding in nonfinite.findings] == ["aten::addmm", "aten::bmm"]
 
 
+@pytest.mark.parametrize("engine", LEVELS)
+def test_the_host_is_checked_at_once(engine: dict[str, Any]) -> None:
+    reached = []
+    with pytest.raises(NonFiniteError, match="Inf is made by"):
+        with intercept(hooks.NonFinite(check_every=1000, inf=True), **engine):
+            three_layers(broken=2)(torch.ones(2, 4))
+            reached.append(True)
+    assert not reached
+
+
+@pytest.mark.parametrize("program", [lambda x: x @ x, lambda x: torch.mm(x, x, out=x.clone())], ids=["product", "out"])
+def test_check_every_runs_no_more_operators_on_the_host(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(every: int) -> int:
+        passes = Mock(wraps=torch.aminmax)
+        monkeypatch.setattr(torch, "aminmax", passes)
+        with intercept(hooks.NonFinite(check_every=every)):
+            for _ in range(5):
+                program(torch.eye(3))
+        return int(passes.call_count)
+
+    assert read(1000) == read(1)
+
+
+@pytest.mark.usefixtures("as_on_a_device")
 def test_the_programs_own_exception_is_not_replaced_by_a_late_finding() -> None:
     with pytest.raises(KeyError, match="mine") as caught, pytest.warns(OpInterceptWarning, match="is made by"):
         with intercept(hooks.NonFinite(check_every=1000)):

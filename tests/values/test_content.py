@@ -60,7 +60,7 @@ def hash_of(tensor: Tensor) -> str:
 def on_device(tensor: Tensor, monkeypatch: pytest.MonkeyPatch) -> Values:
     """The values as a device other than the CPU computes them."""
     with reading(False), monkeypatch.context() as patched:
-        patched.setattr(_content, "HOST", ())
+        patched.setattr(_content, "ON_HOST", ())
         return values(tensor)
 
 
@@ -122,7 +122,7 @@ def test_one_flipped_bit_changes_the_hash(shape: Any, dtype: torch.dtype, seed: 
 
 def test_a_device_reads_a_parameter_again_once_it_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a backward pass; each forward call reads it, since some optimizers write to it past autograd."""
-    monkeypatch.setattr(_content, "HOST", ())
+    monkeypatch.setattr(_content, "ON_HOST", ())
     weight, other = torch.nn.Parameter(torch.randn(40, 30)), torch.randn(40, 30)
     with reading(False):
         assert content_of(weight) is not content_of(weight)

@@ -38,7 +38,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Ask for the kernel as in a process that has read nothing yet. The CPU is the device."""
     monkeypatch.setattr(on_device, "known", None)
     monkeypatch.setattr(on_device, "DEVICES", ("cpu",))
-    monkeypatch.setattr(content, "HOST", ())
+    monkeypatch.setattr(content, "ON_HOST", ())
     monkeypatch.setattr(stats, "ON_HOST", ())
     monkeypatch.setenv(on_device.SWITCH, "1")
     with reading(False):

@@ -118,7 +118,7 @@ def test_a_tensor_takes_one_launch_and_no_copy(layout: str, monkeypatch: pytest.
 @pytest.fixture
 def by_kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Read every tensor as on a device, by the kernel."""
-    monkeypatch.setattr(_content, "HOST", ())
+    monkeypatch.setattr(_content, "ON_HOST", ())
     monkeypatch.setattr(stats, "ON_HOST", ())
     monkeypatch.setattr(on_device, "DEVICES", (DEVICE,))
     monkeypatch.setattr(on_device, "known", (triton_reader, ""))
