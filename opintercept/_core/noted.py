@@ -15,7 +15,7 @@ from opintercept._core.call import OpCall
 from opintercept._core.call_site import CallSite
 from opintercept._core.hook import Handle
 from opintercept._core.in_kernel import ROLES, Checker, Chunk, Found, InKernel, RecordWriter, Sink, Work
-from opintercept._core.record import PendingRecord
+from opintercept._core.record import NOTED_WHOLE, PendingRecord
 
 
 class Ring(Protocol):
@@ -70,7 +70,7 @@ class NotedCalls:
         hooks: list[Any] = [handle.hook for handle in handles]
         works: list[Work | None] = [hook.work() if _is_in_kernel(hook) else None for hook in hooks]
         together = _together(works)
-        if links is None or together is None:
+        if links is None or together is None or (together.rows and not NOTED_WHOLE):
             return False
         every = [(handle, hook, work) for handle, hook, work in zip(handles, hooks, works, strict=True) if work]
         self._hooks = tuple((weakref.ref(handle), hook) for handle, hook, work in every if work.rows)

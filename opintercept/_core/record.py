@@ -204,6 +204,12 @@ _record: Callable[[PendingRecord, Summary], CallRecord] = eval(
     f"lambda note, summary: CallRecord({', '.join(_values)})"
 )
 
+# What kernels in C++ fill of a note, see `in_python` in `ring.cpp`. They note no call that a graph repeats.
+_FILLED = {"summary", "index", "step", "phase", "call_site", "forward", "grad_of", "autocast", "started", "thread"}
+_FILLED |= {"elapsed", "replayed"}
+NOTED_WHOLE = {path.partition(".")[0] for path in OWN.values()}.isdisjoint({*PendingRecord._fields} - _FILLED)
+"""Whether what kernels in C++ note of a call has all fields of its record. If not, hooks have to see each call."""
+
 
 def taken_of(call: Call) -> SimpleNamespace | None:
     """`PendingRecord.taken` of a call; None if no field needs it."""

@@ -233,12 +233,13 @@ class Encoder:
         return self.sites.number(site, lambda: dict(zip(IN_SITE, site, strict=True)))
 
 
+KERNELS_WRITE = frozenset(("index", "step", "phase", "forward", "grad_of", "started", "thread", "elapsed", "replayed"))
+"""The fields that kernels write of a call, besides those that calls share, see `records.h`; no graph repeats theirs."""
+
+
 def writes_as_kernels() -> bool:
-    """Return whether kernels write all fields of a record; a field that was added is written in Python only."""
-    return bool(CALL.names[1:] == ("index", "step", "forward", "started", "thread", "elapsed", "text", *_AS_KERNELS))
-
-
-_AS_KERNELS = ("signature", "site", "lap", *SLOTS, "phase", "grad_of", "has", "pad")
+    """Return whether kernels write all fields of a record. If not, each call is recorded in Python."""
+    return KERNELS_WRITE.issuperset(_hints)
 
 
 def check_layout(layout: Mapping[str, tuple[int, ...]]) -> None:
