@@ -33,6 +33,8 @@ _ABOVE_PYTHON = torch._C.DispatchKey.Conjugate
 _Function: type[Any] = torch._C._FunctionBase
 _Saved: type[Any] = torch._C._autograd.SavedTensor
 _packing: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+threads: Callable[[], tuple[int, int | None]] | None = None
+"""Tells the number of this thread and that of the thread that has made the running node, where there is the library."""
 
 
 class Made(NamedTuple):
@@ -68,11 +70,12 @@ class _Life:
 class _ThreadLinks:
     """The links of one thread, by the sequence number that autograd also gives to the node of the gradient."""
 
-    __slots__ = ("_seen", "links", "open", "places", "shared")
+    __slots__ = ("_seen", "links", "open", "places", "shared", "thread")
 
     def __init__(self) -> None:
         # The newest number at the last call. Nodes up to it do not belong to the next call.
         self._seen = _sequence_nr() - 1
+        self.thread = None if threads is None else threads()[0]
         self.links: dict[int, Link] = {}
         self.places: dict[int, CallSite] = {}
         # Numbers of nodes with several calls, in a custom Function or a fused operator. Which call it is, is unknown.
@@ -274,9 +277,12 @@ class Links:
     def _maker(self, node: Any, number: int, mine: _ThreadLinks | None) -> _ThreadLinks | None:
         """Return the links of the thread that has made a node, or None if that cannot be told.
 
-        Each thread numbers its nodes from 0, and a node does not tell Python its thread. Autograd's own threads run
-        nodes of others and, where a graph is made in the backward pass, some of their own. `mine` is of this thread.
+        Each thread numbers its nodes from 0, and a node tells its thread in C++ only. Autograd's own threads run nodes
+        of others and, where a graph is made in the backward pass, some of their own. `mine` is of this thread.
         """
+        if threads is not None and all(each.thread is not None for each in tuple(self._threads)):
+            maker = threads()[1]
+            return next((each for each in tuple(self._threads) if each.thread == maker), None)
         own = None if mine is None else mine.links.get(number)
         if own is not None and _computes(node, own) and _evidence(node, own) >= ALL:
             return mine

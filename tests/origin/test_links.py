@@ -19,7 +19,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from opintercept import OpCall, hooks, intercept
+from opintercept import CallRecord, OpCall, hooks, intercept
+from opintercept._engines.compiled import load
+from opintercept._origin import links
 from opintercept._origin.links import Link, Links, grad_of
 from opintercept.testing.plugin import OpCalls
 
@@ -459,7 +461,8 @@ def test_a_graph_of_another_thread_is_not_taken_for_one_of_this_thread(packed: b
     ]
 
 
-def test_a_node_that_several_threads_may_have_made_is_unknown() -> None:
+def made_by_two_threads(**options: Any) -> list[CallRecord]:
+    """The records of two products, each in a thread of its own, and of their gradients, computed in a third one."""
     recorder = hooks.Recorder()
 
     def forward() -> Any:
@@ -471,9 +474,26 @@ def test_a_node_that_several_threads_may_have_made_is_unknown() -> None:
         for loss in losses:
             loss.backward()
 
-    with intercept(recorder, threads="all"):
+    with intercept(recorder, threads="all", **options):
         in_a_new_thread(backward, *(in_a_new_thread(forward) for _ in range(2)))
-    assert {(r.phase, r.module, r.source, r.forward) for r in recorder.records[2:]} == {("backward", None, None, None)}
+    return recorder.records
+
+
+def test_a_node_that_several_threads_may_have_made_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "threads", None)  # another test may have loaded the library, which knows
+    backward = made_by_two_threads()[2:]
+    assert {(r.phase, r.module, r.source, r.forward) for r in backward} == {("backward", None, None, None)}
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("engine", ["kernel", "compiled"])
+def test_the_library_knows_which_thread_has_made_a_node(engine: str) -> None:
+    load()
+    records = made_by_two_threads(engine=engine)
+    forward, backward = records[:2], records[2:]
+    assert [r.forward for r in backward] == [r.index for r in forward]
+    assert {r.source for r in backward} == {r.source for r in forward} != {None}
 
 
 def test_checkpoints_do_not_make_links_old(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,7 @@ from torch.utils.checkpoint import checkpoint
 from opintercept import OpCall, hooks, intercept, runs
 from opintercept._core.in_kernel import Work
 from opintercept._core.record import PendingRecord
+from opintercept._engines import compiled
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.complex64, torch.int64, torch.int8)
 LAYOUTS = ("contiguous", "transposed", "sliced", "expanded", "conj", "neg")
@@ -608,6 +609,7 @@ def main() -> None:
     torch.set_num_threads(1)
     from native import reading
 
+    compiled.load()  # with it, both kinds of kernels know which thread has made a node
     began, differ = time.monotonic(), []
     tried = 0
     with reading(True):

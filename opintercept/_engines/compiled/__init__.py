@@ -28,7 +28,7 @@ from opintercept._ops.families import makes_values
 from opintercept._ops.scratch import OVERWRITES, UPDATED, UPDATES, torchs_name
 from opintercept._ops.table import exact
 from opintercept._ops.table import overloads as overloads_of
-from opintercept._origin import stack
+from opintercept._origin import links, stack
 
 
 class Extension:
@@ -66,6 +66,7 @@ class Extension:
         has_walk = extension.set_up_walk(*stack.WALKED_CODE, torch.nn.Module, stack.NOT_SOURCE)
         self.walk: Callable[[], stack.Walked] = extension.walk if has_walk else stack.walk
         stack.script = extension.script
+        links.threads = extension.threads
 
     def installation(self, name: str, overloads: Overloads) -> Callable[[], Any]:
         """A callable that installs a kernel in C++."""

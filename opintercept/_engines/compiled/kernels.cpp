@@ -9,9 +9,11 @@
 #include "../../_native/values.h"
 
 #include <ATen/autocast_mode.h>
+#include <ATen/record_function.h>
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
@@ -641,6 +643,14 @@ PyObject* unseen_calls(PyObject*, PyObject*) {
   return PyLong_FromLongLong(unseen.load(std::memory_order_relaxed));
 }
 
+// threads() -> the number by which torch knows this thread, and that of the thread that made the running node, or None.
+PyObject* threads(PyObject*, PyObject*) {
+  auto node = torch::autograd::get_current_node();
+  auto mine = static_cast<unsigned long long>(at::RecordFunction::currentThreadId());
+  return node ? Py_BuildValue("(KK)", mine, static_cast<unsigned long long>(node->thread_id()))
+              : Py_BuildValue("(KO)", mine, Py_None);
+}
+
 PyObject* running_kernels(PyObject*, PyObject*) {
   return PyLong_FromLong(running);
 }
@@ -652,6 +662,7 @@ PyMethodDef methods[] = {
     {"watch", watch, METH_VARARGS, nullptr},
     {"unseen", unseen_calls, METH_NOARGS, nullptr},
     {"running", running_kernels, METH_NOARGS, nullptr},
+    {"threads", threads, METH_NOARGS, nullptr},
     {"registrations", registrations, METH_NOARGS, nullptr},
     {"invoke", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(invoke)), METH_FASTCALL | METH_KEYWORDS, nullptr},
     {"set_up_walk", opintercept_set_up_walk, METH_VARARGS, nullptr},
