@@ -169,26 +169,74 @@ def _replays(device: torch.device, size: str) -> Lines:
     yield "calls in these graphs", f"{seen[0]} by Recorder, {seen[1]} by Stats"
 
 
+@contextlib.contextmanager
+def _reading(small: bool) -> Iterator[Callable[[str], None]]:
+    """Yields what chooses the reader of values on the device: torch's operators by `"0"`, Triton by `"1"`."""
+    known, switch = on_device.known, os.environ.get(on_device.SWITCH, "0")
+    before = native.read, vars(content)["ON_HOST"], on_device.DEVICES
+
+    def choose(asked: str) -> None:
+        on_device.known, os.environ[on_device.SWITCH] = None, asked
+
+    try:
+        if small:  # the CPU is the device
+            native.read, vars(content)["ON_HOST"], on_device.DEVICES = native.unread, (), ("cpu",)
+        yield choose
+    finally:
+        native.read, vars(content)["ON_HOST"], on_device.DEVICES = before
+        on_device.known, os.environ[on_device.SWITCH] = known, switch
+
+
 def readers(device: torch.device, small: bool) -> Lines:
     """What it takes to read hash and statistics, beside a copy of the tensor, which reads and writes each byte once."""
-    known, switch = on_device.known, os.environ.get(on_device.SWITCH, "0")
-    if small:  # the CPU is the device
-        native.read, on_device.DEVICES = native.unread, ("cpu",)
-        vars(content)["ON_HOST"] = ()
-    for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
-        for count in (4096,) if small else (4096, 1 << 20, 1 << 27):
-            values = torch.randn(count // 1024, 1024, device=device).to(dtype)
-            hashes = set()
-            for asked in ("copy", "0", "1"):
-                on_device.known, os.environ[on_device.SWITCH] = None, asked
-                read = functools.partial(content.content_of, values)
-                seconds = _seconds(values.clone if asked == "copy" else read, device)
-                if asked != "copy" and (found := read()) is not None:
-                    hashes.add(found.read().hash)
-                name = asked if asked == "copy" else on_device.told()
-                yield f"{dtype}[{count}], {name}", f"{seconds * 1e6:.1f} us, {values.nbytes / seconds / 1e9:.1f} GB/s"
-            yield f"{dtype}[{count}], hashes", "equal" if len(hashes) == 1 else f"differ: {hashes}"
-    on_device.known, os.environ[on_device.SWITCH] = known, switch
+    with _reading(small) as choose:
+        for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
+            for count in (4096,) if small else (4096, 1 << 20, 1 << 27):
+                values = torch.randn(count // 1024, 1024, device=device).to(dtype)
+                for asked in ("copy", "0", "1"):
+                    choose(asked)
+                    read = functools.partial(content.content_of, values)
+                    seconds = _seconds(values.clone if asked == "copy" else read, device)
+                    name = asked if asked == "copy" else on_device.told()
+                    speed = values.nbytes / seconds / 1e9
+                    yield f"{dtype}[{count}], {name}", f"{seconds * 1e6:.1f} us, {speed:.1f} GB/s"
+
+
+# On both sides of each number of values and each side of a matrix at which another way of hashing begins.
+_HASHED: tuple[tuple[int, ...], ...] = (
+    *((64, 1024), (128, 129), (256, 1024), (512, 1024), (1000, 1000), (1024, 1024), (4096, 256), (4097, 1024)),
+    *((1 << 14, 1 << 10), (1 << 20,), (1 << 21,), (1 << 22,), (3, 333333), (5, 1 << 16), (7, 300, 400)),
+)
+_HASHED_DTYPES = (
+    *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.complex64),
+    *(torch.int64, torch.int32, torch.uint8, torch.bool),
+)
+
+
+def hashes(device: torch.device, small: bool) -> Lines:
+    """Whether hashes and counts of the device are those of the CPU, for each way of reading."""
+    shapes = _HASHED[: 5 if small else None]
+
+    def read(shape: tuple[int, ...], dtype: torch.dtype, place: torch.device) -> Any:
+        tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0)).mul_(50).to(dtype)
+        orders = (tensor, tensor.mT.contiguous().mT) if tensor.dim() == 2 else (tensor,)
+        return [_hash_and_counts(each.to(place)) for each in orders]
+
+    here = {(shape, dtype): read(shape, dtype, torch.device("cpu")) for shape in shapes for dtype in _HASHED_DTYPES}
+    with _reading(small) as choose:
+        for asked in ("0", "1"):
+            choose(asked)
+            for shape in shapes:
+                odd = [str(dtype) for dtype in _HASHED_DTYPES if read(shape, dtype, device) != here[shape, dtype]]
+                yield f"{shape}, {on_device.told()}", f"differs: {', '.join(odd)}" if odd else "equal"
+
+
+def _hash_and_counts(tensor: torch.Tensor) -> Any:
+    read = content.content_of(tensor)
+    if read is None:
+        return None
+    found = read.read()
+    return found.hash, found.count, found.nan, found.inf, found.min, found.max
 
 
 def _seconds(body: Callable[[], Any], device: torch.device, times: int = 20) -> float:
@@ -242,7 +290,7 @@ def streams(device: torch.device, small: bool) -> Lines:
         yield f"GPU {number}", "equal" if read(torch.device("cuda", number), None) == expected else "differs"
 
 
-PARTS = (tests, fidelity, origins, launches, costs, readers, checksum, streams)
+PARTS = (tests, hashes, fidelity, origins, launches, costs, readers, checksum, streams)
 
 
 def report(small: bool) -> None:

@@ -67,7 +67,7 @@ def terms_fit(dense: torch.Tensor, count: int) -> bool:
 
 
 def write_terms(dense: torch.Tensor, swapped: bool, terms: torch.Tensor) -> None:
-    """Write to `terms`, `int64[n]` on a device, what `hash_of` adds up, in one or two operators."""
+    """Write to `terms`, `int64[n]` on a device, what `hash_of` adds up but for `scale_of`, in one or two operators."""
     dense = dense if dense.dim() else dense.view(1)
     lanes = dense.view(_LANES[dense.element_size()]).view(-1, dense.size(-1))
     height, width = lanes.shape
@@ -77,6 +77,11 @@ def write_terms(dense: torch.Tensor, swapped: bool, terms: torch.Tensor) -> None
     else:
         torch.mul(lanes, weights(device, width, swapped, stream), out=terms)
         terms.mul_(weights(device, height, not swapped, stream).unsqueeze(1))
+
+
+def scale_of(count: int) -> int:
+    """By what to multiply, mod 2**64, the sum of so many terms of `write_terms`, which all lie in the first block."""
+    return factor(0, True) * factor(0, False) if count > PIECE else 1
 
 
 def digits_of(number: int, count: int) -> str:
@@ -91,7 +96,7 @@ def form(lanes: torch.Tensor, swapped: bool) -> torch.Tensor:
     if height * width <= SMALL:
         # One product and one sum: a matmul of our own would have to pass the interceptor.
         return (lanes * _products(device, stream, height, width, swapped)).sum()
-    if height <= BLOCK and width <= BLOCK and height * width <= PIECE:
+    if not in_blocks(height, width):
         products = _summed(lanes.to(torch.int64), weights(device, width, swapped, stream))
         return _summed(products, weights(device, height, not swapped, stream))
     total = torch.zeros((), dtype=torch.int64, device=device)
@@ -121,6 +126,11 @@ def weights(device: torch.device, size: int, of_rows: bool, stream: Any = None) 
             _tables[device, stream, whole, of_rows] = table
         known = _tables[device, stream, size, of_rows] = check_unwrapped(table[:size])
     return known
+
+
+def in_blocks(height: int, width: int) -> bool:
+    """Whether the weights of a matrix have a factor for each block, the first one too."""
+    return height > BLOCK or width > BLOCK or height * width > PIECE
 
 
 def factor(block: int, of_rows: bool) -> int:

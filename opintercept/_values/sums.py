@@ -16,7 +16,7 @@ import torch
 from opintercept._core.errors import HookError
 from opintercept._native import values as native
 from opintercept._values import on_device
-from opintercept._values.hash import BLOCK, Bits, check_unwrapped, hash_of, terms_fit, weights, write_terms
+from opintercept._values.hash import BLOCK, Bits, check_unwrapped, hash_of, scale_of, terms_fit, weights, write_terms
 from opintercept._values.late import Late, Lot, Lots, Numbers, Place, place_of
 from opintercept._values.read import moments, real_values
 from opintercept._values.stats import Sums
@@ -265,7 +265,7 @@ def of_rows(numbers: list[Numbers]) -> tuple[int, Read]:
 def _found(count: int, has_terms: bool, numbers: list[Numbers]) -> tuple[int, Read]:
     """What `Reader._reduce` has found of so many values."""
     counts, lows, highs, (variance,), (mean,), *apart = numbers
-    terms = int(counts[0]) if has_terms else int(apart[0][0]) if apart else 0
+    terms = int(counts[0]) * scale_of(count) if has_terms else int(apart[0][0]) if apart else 0
     finite, real, nonzero, *limits = counts[has_terms:]
     zeros = real - nonzero
     underflow, overflow = (limits[0] - limits[1] - zeros, real - limits[2] + limits[3]) if limits else (0, 0)

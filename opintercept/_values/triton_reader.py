@@ -14,7 +14,7 @@ import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-from opintercept._values.hash import BLOCK, PIECE, SMALL, WORDS
+from opintercept._values.hash import WORDS, in_blocks
 
 VERSION: str = triton.__version__
 
@@ -71,7 +71,7 @@ def read(tensor: torch.Tensor, limits: tuple[float, float] | None, hashed: bool)
     programs = -(-tiles // each)
     rows = torch.empty((programs, 11), dtype=torch.int64, device=tensor.device)
     bits = tensor.detach().view(WORDS[tensor.element_size()])
-    blocked = size > SMALL and (max(height, width) > BLOCK or size > PIECE)
+    blocked = in_blocks(height, width)
     with torch.cuda.device_of(tensor):
         kernel[(programs,)](
             *(bits, rows, height, width, tuple(outer), strides, down, tiles, each),

@@ -177,10 +177,15 @@ def test_different_numbers_of_zeros_have_different_hashes() -> None:
 
 @pytest.mark.parametrize(
     "shape",
-    [(1, 70000), (70000, 1), (70000, 3), (65536, 2), (65537, 2), (3, 65536), (2, 65537), (140000,), (70000, 12)],
+    [
+        *((1, 70000), (70000, 1), (70000, 3), (65536, 2), (65537, 2), (3, 65536), (2, 65537), (140000,), (70000, 12)),
+        # Each number of values and each side at which another way of reading begins: 2**14, 2**18, 2**22 and 2**16.
+        *((128, 128), (128, 129), (256, 1024), (257, 1024), (512, 1024), (1000, 1000), (4096, 256), (5, 65536)),
+        *((4096, 1024), (4097, 1024), (64, 65536), (2, 3, 100_000), (3, 300, 400)),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.int8], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.int8], ids=str)
 def test_blocks_and_the_transpose_agree(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     tensor = random_bits(shape, dtype, 1)
     expected = hash_of(tensor)
