@@ -244,13 +244,6 @@ def first_output(output: Any) -> Any:
     return next((each for each in output if isinstance(each, torch.Tensor)), output)
 
 
-def convolution_precision(device: torch.device) -> str:
-    """How torch may round the float32 operands of convolutions: `"tf32"`, `"bf16"`, or `"highest"` for not at all."""
-    backend: Any = torch.backends.cudnn if device.type == "cuda" else torch.backends.mkldnn
-    precision: str = backend.conv.fp32_precision
-    return "highest" if precision in ("ieee", "none") else precision
-
-
 def parameter_of(tensor: torch.Tensor) -> torch.nn.Parameter | None:
     """The parameter that a tensor is or views; only parameters live long enough to be worth remembering."""
     base = tensor if tensor._base is None else tensor._base

@@ -22,7 +22,7 @@ from opintercept._core.text import counted, number, rate_text, write_csv
 from opintercept._kit.copyable import Copyable
 from opintercept._kit.per_call import PerCall
 from opintercept._ops.table import row_of
-from opintercept._values.read import convolution_precision
+from opintercept._values.precision import convolution_precision
 
 
 @dataclass(frozen=True, slots=True)

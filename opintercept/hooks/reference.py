@@ -25,7 +25,8 @@ from opintercept._kit.per_call import PerCall
 from opintercept._ops.table import row_of
 from opintercept._values.attention import Attention, arguments, attention_of, take, without_autocast
 from opintercept._values.errors import Errors, OtherShape
-from opintercept._values.read import convolution_precision, in_graph_capture, in_memory, without_graph
+from opintercept._values.precision import convolution_precision, product_precision
+from opintercept._values.read import in_graph_capture, in_memory, without_graph
 
 Measure = Literal["snr", "cosine", "max_ulp", "max_relative", "max_absolute"]
 
@@ -374,8 +375,7 @@ def _rounds_float32(call: OpCall, device: torch.device) -> bool:
     try:
         return torch.get_float32_matmul_precision() != "highest"
     except RuntimeError:  # the program has set precisions that this function has no name for
-        backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
-        return backend.matmul.fp32_precision not in ("ieee", "none")
+        return product_precision(device) != "highest"
 
 
 class _NoReference(Exception):

@@ -58,6 +58,12 @@ def test_products_that_are_wrong_are_found_where_they_are_on_the_cpu() -> None:
     assert on_device == on_cpu
 
 
+def test_tensor_cores_of_a_device_have_the_bounds_that_they_have_on_the_cpu() -> None:
+    on_device, on_cpu = on_a_device("device_edges.py", "cores")
+    assert len(on_cpu) == 32
+    assert on_device == on_cpu
+
+
 def test_no_hook_adds_to_a_graph_that_is_captured_or_ends_the_capture() -> None:
     found = on_a_device("device_edges.py", "captured", "--late")
     assert {name: added for name, (added, _) in found.items() if any(added)} == {}

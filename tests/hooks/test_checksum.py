@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import checksum_figures
 import pytest
+import tensor_cores
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -608,3 +611,127 @@ def test_random_products_of_every_kind_raise_no_alarm() -> None:
         assert checksum.findings == [], kind
         assert checksum.rows > 500
         assert checksum.skipped == {}
+
+
+ARITHMETIC: dict[str, tuple[torch.dtype, dict[str, Any], tensor_cores.Multiply]] = {
+    **{way: (torch.float32, {"fp32_precision": "tf32"}, tensor_cores.tf32(way)) for way in ("nearest", "zero", "away")},
+    **{
+        f"{str(dtype).removeprefix('torch.')} in {parts} parts{'' if low else ', added in float32'}": (
+            *(dtype, {}),
+            tensor_cores.split(parts, low=low),
+        )
+        for dtype in (torch.float16, torch.bfloat16)
+        for parts, low in ((2, True), (7, True), (32, True), (7, False))
+    },
+}
+
+
+def computed(way: str, program: Callable[[], Any], *others: Any) -> hooks.Checksum:
+    """Check a program whose products tensor cores compute, and that other hooks change then."""
+    _, flags, multiply = ARITHMETIC[way]
+    with tensor_cores.settings("cpu", **flags):
+        return check(program, first=[tensor_cores.Computed(multiply), *others])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ARITHMETIC)
+def test_what_tensor_cores_round_is_no_error(way: str) -> None:
+    torch.manual_seed(0)
+    dtype = ARITHMETIC[way][0]
+    # With 3 columns all signs are equal, so that errors that are alike add up in the checksum.
+    sizes = [*checksum_figures.sizes(256, 6), (1456, 16, 70), (9, 3, 2000), (16, 32, 2048), (64, 200, 301)]
+    for kind, make in checksum_figures.KINDS.items():
+        for m, n, k in sizes:
+            a, b, bias = (make(*size).to(dtype) for size in ((m, k), (k, n), (1, n)))
+            turned = partial(torch.mm, a, b.mT.contiguous().mT)
+            found = [
+                each
+                for program in (turned, partial(torch.addmm, bias[0], a, b))
+                for each in computed(way, program).findings
+            ]
+            assert [str(each) for each in found if not each.flags] == [], (kind, m, n, k)
+            assert not any(abs(each.got) < math.inf for each in found), (kind, m, n, k)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ARITHMETIC)
+def test_errors_beside_what_tensor_cores_round_are_found(way: str) -> None:
+    dtype, found = ARITHMETIC[way][0], 0
+
+    def swap(output: Tensor) -> None:
+        output[[3, 20]] = output[[20, 3]]
+
+    def empty(output: Tensor) -> None:
+        output[16:32, 16:32] = 0
+
+    def double(output: Tensor) -> None:
+        output.view(-1)[output.abs().argmax()] *= 2
+
+    for seed in range(5):
+        torch.manual_seed(seed)
+        a, b = torch.randn(40, 300).to(dtype), torch.randn(300, 50).to(dtype)
+        for change in (swap, empty, double):
+            found += len(computed(way, partial(torch.mm, a, b), Alter(change)).findings)
+    assert found == 15
+
+
+def test_parts_that_are_all_rounded_in_one_direction_are_no_error() -> None:
+    pair = torch.full((32,), 16.0)
+    pair[15], pair[31] = 16.875, 17.125  # parts of 256.875 and -257.125, which bfloat16 rounds to 256 and -258
+    pair[16:] *= -1
+    a, b = torch.ones(4, 512, dtype=torch.bfloat16), pair.repeat(16).bfloat16().expand(3, 512).mT
+    tiny = torch.full((4, 512), 2.0**-15, dtype=torch.float16)  # parts of 2**-26, which float16 rounds to 0
+    for way, lhs, rhs, exact, got in (
+        ("bfloat16 in 32 parts", a, b, -4.0, -32.0),
+        ("float16 in 32 parts", tiny, tiny[:3].mT, 2.0**-21, 0.0),
+    ):
+        _, flags, multiply = ARITHMETIC[way]
+        assert set((lhs.double() @ rhs.double()).view(-1).tolist()) == {exact}
+        assert set(multiply(lhs, rhs).view(-1).tolist()) == {got}
+        with tensor_cores.settings("cpu", **flags):
+            found = check(partial(torch.mm, lhs, rhs), first=[tensor_cores.Computed(multiply)], sigma=1)
+        assert found.findings == []
+
+
+def test_sums_of_parts_that_overflow_in_float16_are_told_with_the_setting_that_lets_them() -> None:
+    a = torch.full((4, 64), 100.0, dtype=torch.float16)
+    b = torch.full((64, 40), 100.0, dtype=torch.float16)
+    b[32:] *= -1
+    (found,) = computed("float16 in 2 parts", lambda: a @ b).findings
+    assert (str(found.got), found.exact) == ("nan", 0)
+    assert found.flags == ("allow_fp16_reduced_precision_reduction",)
+    assert str(found).splitlines()[-3:-1] == [
+        "  it may have overflowed on the way, since the device may add up in float16; to forbid that:",
+        "  torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False",
+    ]
+    (found,) = computed("float16 in 2 parts", lambda: a @ b, Alter(lambda y: y.fill_(3000.0))).findings
+    assert found.flags == ()  # it is finite
+    (found,) = computed("float16 in 2 parts", lambda: (a / 10) @ b, Alter(lambda y: y.fill_(torch.nan))).findings
+    assert found.flags == ()  # no sum overflows
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_what_a_setting_forbids_is_an_error(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    way = f"{str(dtype).removeprefix('torch.')} in 7 parts"
+    name = f"allow_{'fp16' if dtype is torch.float16 else 'bf16'}_reduced_precision_reduction"
+    a, b = checksum_figures.KINDS["sorted"](16, 2048).to(dtype), checksum_figures.KINDS["sorted"](2048, 32).to(dtype)
+    assert computed(way, lambda: a @ b).findings == []
+    for forbidden in (False, (False, False)):
+        with tensor_cores.settings(**{name: forbidden}):
+            assert computed(way, lambda: a @ b).findings != []
+    with tensor_cores.settings():  # the CPU keeps its own bounds
+        assert check(lambda: a @ b, first=[tensor_cores.Computed(ARITHMETIC[way][2])]).findings != []
+
+
+def test_the_settings_of_a_device_are_nothing_to_the_cpu() -> None:
+    found = []
+    allow = {f"allow_{dtype}_reduced_precision_reduction": True for dtype in ("fp16", "bf16")}
+    for flags in ({}, allow, {"fp32_precision": "tf32"}, {"allow_fp16_accumulation": True}):
+        for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.complex64):
+            torch.manual_seed(0)
+            a, b = torch.randn(40, 300).to(dtype), torch.randn(300, 50).to(dtype)
+            with tensor_cores.settings(**flags):
+                (error,) = check(partial(torch.mm, a, b), first=[Alter(lambda output: output[3, 4].add_(5))]).findings
+            found.append((dtype, error.residual, error.bound, error.flags))
+    assert found[4:8] == found[:4] == found[8:12] == found[12:]

@@ -22,6 +22,8 @@ import toy_device
 from torch import Tensor, nn
 
 from opintercept import hooks, intercept, runs
+from opintercept._values import precision
+from opintercept.hooks.checksum import arithmetic
 
 
 def network() -> tuple[nn.Sequential, Tensor]:
@@ -199,14 +201,14 @@ class Hit:
         return output
 
 
-def wrong() -> Any:
-    """Which products are wrong, and where, on the device and on the CPU."""
+def wrong(dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)) -> Any:
+    """Which products are wrong, and where, on the device and on the CPU, and what rounding may make of them."""
     found = []
     for device in ("toy", "cpu"):
         torch.manual_seed(0)
         checksum = hooks.Checksum(action="record")
         with torch.no_grad(), intercept([Hit(), checksum]):
-            for dtype in (torch.float32, torch.bfloat16):
+            for dtype in dtypes:
                 sizes = (40, 384), (384, 1024), (1024,), (3, 40, 24), (3, 24, 48)
                 a, b, bias, x, y = (torch.randn(size).to(device, dtype) for size in sizes)
                 weight, own = nn.Parameter(b), nn.Parameter(bias)
@@ -217,8 +219,18 @@ def wrong() -> Any:
                 torch.bmm(x, y)
                 torch.bmm(y.mT.contiguous().mT.mT, x.mT)
                 torch.baddbmm(y[:, :1], x, y)
-        found.append([(each.record.index, each.position, f"{each.exact:.5g}") for each in checksum.findings])
+        found.append(
+            [(each.record.index, each.position, f"{each.exact:.5g} {each.bound:.4g}") for each in checksum.findings]
+        )
     return found
+
+
+def cores() -> Any:
+    """The same if both have tensor cores, which may use TF32 and few bits, and the device computes in pieces."""
+    arithmetic.DEVICE_PIECE = 100_000
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    precision.TENSOR_CORES += ["toy", "cpu"]
+    return wrong((torch.float32, torch.bfloat16, torch.float16, torch.complex64))
 
 
 HOOKS: dict[str, Callable[[str], Any]] = {
@@ -279,6 +291,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "memory": memory,
     "places": places,
     "wrong": wrong,
+    "cores": cores,
     "captured": captured,
 }
 

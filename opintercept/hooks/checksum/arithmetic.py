@@ -18,6 +18,7 @@ import torch
 from opintercept._core.tensors import is_strided
 from opintercept._native import values as native
 from opintercept._values.hash import check_unwrapped
+from opintercept._values.precision import TENSOR_CORES, product_precision, reduced_sums
 from opintercept._values.read import parameter_of
 from opintercept.hooks.checksum.memory import BiasCopy, BiasSums, NewWeight, WeightSums
 from opintercept.hooks.checksum.memory import Memory as Memory
@@ -30,6 +31,8 @@ DEVICE_PIECE = 1 << 24
 GROUP = 16
 """The least columns that share a checksum where the output has few digits; fewer columns have less rounding."""
 MOST_GROUPS = 48
+PARTS = 64
+"""Into how many parts a row's sums are taken apart where a device may round parts of them."""
 MANY = 32
 """From so many rows on, the mean of one checksum over them tells how large elements are."""
 
@@ -44,6 +47,8 @@ class Units(NamedTuple):
     output: float  # of the output's dtype
     operands: float  # of the precision to which the operator may round its operands first; 0 if it does not
     partial: float  # of the dtype in which a device may add up parts of the sums; 0 if it does not
+    cuts: bool = False  # whether a device may round float32 operands to 11 bits, all in one direction
+    flags: tuple[str, ...] = ()  # the settings that let sums overflow in the output's dtype
 
 
 def unit(dtype: torch.dtype) -> float:
@@ -53,43 +58,39 @@ def unit(dtype: torch.dtype) -> float:
 
 def units_of(product: Product, output: torch.dtype) -> Units:
     """The unit roundoffs of a product on its device, under the current settings of `torch.backends`."""
-    dtype, device = product.lhs.dtype, product.lhs.device.type
-    settings: tuple[Any, ...] = ()
-    if dtype is torch.float32 or dtype is torch.complex64:
-        backend: Any = torch.backends.cuda if device == "cuda" else torch.backends.mkldnn
-        settings = (backend.matmul.fp32_precision,)
-    elif device == "cuda" and dtype in _LOW:
-        matmul = torch.backends.cuda.matmul
-        settings = matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction
-    return _units(dtype, output, device, settings, product.coarse, product.fast)
+    dtype, device = product.lhs.dtype, product.lhs.device
+    precision = product_precision(device) if dtype is torch.float32 or dtype is torch.complex64 else "highest"
+    flags, on_cores = reduced_sums(dtype, device), device.type in TENSOR_CORES
+    return _units(dtype, output, on_cores, precision, flags, product.coarse, product.fast)
 
 
 @cache
 def _units(
     dtype: torch.dtype,
     output: torch.dtype,
-    device: str,
-    settings: tuple[Any, ...],
+    on_cores: bool,
+    precision: str,
+    flags: tuple[str, ...],
     coarse: torch.dtype | None,
     fast: bool,
 ) -> Units:
     sums = unit(torch.float64) if dtype in (torch.float64, torch.complex128) else unit(torch.float32)
     own, out = unit(dtype), unit(output)
-    operands = partial = 0.0
-    if device == "cuda" and own > unit(torch.float32):
+    cuts = on_cores and precision == "tf32"
+    if cuts or (on_cores and own > unit(torch.float32)):
         # Tensor cores cut sums off instead of rounding them (Fasi, Higham, Mikaitis and Pranesh, 2021, doi
         # 10.7717/peerj-cs.330), and those of Hopper add float8 products in 14 bits unless told otherwise.
         sums = 2.0**-13 if fast or dtype.itemsize == 1 else 4 * sums
-        partial = out if dtype in _LOW and settings[_LOW.index(dtype)] else 0.0
-    if dtype in (torch.float32, torch.complex64):
-        operands = {"tf32": 2.0**-11, "bf16": 2.0**-8}.get(settings[0], 0.0)
+    if any("accumulation" in flag for flag in flags):
+        sums = max(sums, own)
+    operands = {"tf32": 2.0**-11, "bf16": 2.0**-8}.get(precision, 0.0)
     if coarse is not None:
         operands = max(operands, unit(coarse))
     if out > own and dtype.itemsize > 1:  # autocast has rounded the operands to the output's dtype
         operands = max(operands, out)
     if dtype.is_complex:  # Brent, Percival and Zimmermann, Math. Comp. 76 (2007)
         sums *= math.sqrt(5)
-    return Units(sums, out, operands, partial)
+    return Units(sums, out, operands, out if flags else 0.0, cuts, flags if output is torch.float16 else ())
 
 
 def groups_of(product: Product, fine: bool) -> int:
@@ -496,6 +497,13 @@ class Examined(NamedTuple):
     error: torch.Tensor  # how far they are from it; 0 where the exact value is not finite, or may overflow on the way
     bound: torch.Tensor  # how far rounding may move them
     deviation: torch.Tensor  # the part of the bound that does not depend on sigma, and one standard deviation
+    overflows: torch.Tensor | None = None  # where a sum of some terms may overflow
+    flags: tuple[str, ...] = ()  # those of `Units`
+
+    def flags_at(self, row: int, column: int) -> tuple[str, ...]:
+        """The settings that let an element overflow on the way; none if it has not, or would in any dtype."""
+        lost = self.overflows is not None and not self.got[row, column].isfinite() and self.overflows[row, column]
+        return self.flags if lost else ()
 
     def verdict(self, sigma: float) -> torch.Tensor:
         """`[2]`: the largest of the three figures below relative to its limit, and the flat index of the worst element.
@@ -531,6 +539,9 @@ class Terms(NamedTuple):
     bias: torch.Tensor | None
     size: torch.Tensor | None = None  # |A| |B|; None for integers
     square: torch.Tensor | None = None  # |A|**2 |B|**2, if the operator may round its operands
+    cut: torch.Tensor | None = None  # how far A B moves if both operands are cut to 11 bits in one direction
+    parts: torch.Tensor | None = None  # the moduli of the parts of A B, added up, if a device may round those
+    peak: torch.Tensor | None = None  # the largest modulus of the sum of some first parts
     most: torch.Tensor | None = None  # the largest magnitude of an operand, [], if alpha may multiply that
     lost: torch.Tensor | None = None  # |A| 1 + 1 |B|, if small operands may lose digits
 
@@ -578,7 +589,7 @@ def terms_of(
     converts = dtype == torch.float16 and left.dtype != dtype and left.dtype.itemsize > 1
     terms = partial(
         Terms,
-        got,
+        got=got,
         bias=bias,
         alpha=alpha,
         beta=product.beta,
@@ -589,12 +600,12 @@ def terms_of(
         units=units,
     )
     if not _rounds(left.dtype):
-        return terms(_integer_sums(left, rhs), factor=alpha)
+        return terms(value=_integer_sums(left, rhs), factor=alpha)
     fine = fine_dtype(left.device)
     fine = fine.to_complex() if left.is_complex() else fine
     if left.is_cpu or left.dtype.itemsize == 1:  # other operators convert it, but for float8
         left = left.to(fine)
-    value, size, square = _sums_of(left, rhs, fine, bool(units.operands or units.partial))
+    sums = _sums_of(left, rhs, fine, units)
     factor: Any = alpha
     for scale, dim in ((product.rows, 0), (product.columns, 1)):
         if scale is not None:
@@ -610,7 +621,7 @@ def terms_of(
         most = torch.maximum(left.abs().amax(), rhs.abs().amax().to(fine.to_real()))
     if converts or (product.partial > 1 and alpha != 1):
         lost = left.abs().sum(1, keepdim=True, dtype=fine.to_real()) + rhs.abs().sum(0, dtype=fine.to_real())
-    return terms(value, size=size, square=square, factor=factor, most=most, lost=lost)
+    return terms(**sums, factor=factor, most=most, lost=lost)
 
 
 def _rows_of(matrix: torch.Tensor, batch: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
@@ -626,25 +637,71 @@ def _rows_of(matrix: torch.Tensor, batch: torch.Tensor | None, rows: torch.Tenso
     return dense.as_strided(shape, strides, dense.storage_offset())[batch, rows]
 
 
-def _sums_of(
-    left: torch.Tensor, rhs: torch.Tensor, fine: torch.dtype, wants_squares: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """A B, |A| |B| and, if they are wanted, |A|**2 |B|**2 for rows of A in the dtype `fine`."""
-    found: list[torch.Tensor] = []
-    step = max(1, (8 * PIECE if rhs.is_cpu else DEVICE_PIECE) // max(1, rhs.shape[1]))
-    for first in range(0, rhs.shape[0], step):
+def _sums_of(left: torch.Tensor, rhs: torch.Tensor, fine: torch.dtype, units: Units) -> dict[str, Any]:
+    """What `Terms` has of the sums A B for rows of A, in the dtype `fine`."""
+    found: dict[str, torch.Tensor] = {}
+    blocks: list[torch.Tensor] = []
+    k, wants_squares = rhs.shape[0], bool(units.operands or units.partial)
+    width = -(-k // PARTS) if units.partial else k
+    step = max(1, (8 * PIECE if rhs.is_cpu else DEVICE_PIECE) // (4 if units.cuts else 1) // max(1, rhs.shape[1]))
+    if step < k:
+        step = step // width * width or step
+    for first in range(0, k, step):
         part, here = rhs[first : first + step], left[:, first : first + step]
+        sums = {}
+        if units.cuts:
+            sums["cut"] = _cut_sums(here, part, fine)
         if part.is_cpu or part.dtype.itemsize == 1:
             part = part.to(fine)
         if part.is_cpu:
-            sums = [here @ part, here.abs() @ part.abs()]
-            sums += [here.abs().square() @ part.abs().square()] if wants_squares else []
+            if units.partial:
+                blocks += [(a @ b)[None] for a, b in zip(here.split(width, 1), part.split(width), strict=True)]
+            sums |= {"value": here @ part, "size": here.abs() @ part.abs()}
+            if wants_squares:
+                sums["square"] = here.abs().square() @ part.abs().square()
         else:  # one row: in few launches, and the sums of products without a copy of B
             terms = torch.addcmul(_number(0.0, fine, part.device).view(1, 1), here.mT, part)
-            sums = [terms.sum(0, keepdim=True), torch.linalg.vector_norm(terms, 1, 0, keepdim=True)]
-            sums += [_norm(terms, 0).square()] if wants_squares else []
-        found = [a + b for a, b in zip(found, sums, strict=True)] if found else sums
-    return found[0], found[1], found[2] if wants_squares else None
+            if units.partial:
+                whole = len(terms) // width * width
+                blocks += [terms[:whole].view(-1, 1, width, terms.shape[1]).sum(2)]
+                blocks += [terms[None, whole:].sum(1, keepdim=True)] if whole < len(terms) else []
+            else:
+                sums["value"] = terms.sum(0, keepdim=True)
+            sums["size"] = torch.linalg.vector_norm(terms, 1, 0, keepdim=True)
+            if wants_squares:
+                sums["square"] = _norm(terms, 0).square()
+        found = {name: found[name] + each if found else each for name, each in sums.items()}
+    if units.cuts:
+        found["cut"] = torch.linalg.vector_norm(found["cut"] - found["value"], math.inf, 0)
+    if units.partial:
+        each = torch.cat(blocks)
+        before = each.cumsum(0)
+        found["value"] = found.get("value", before[-1])
+        found["parts"] = torch.linalg.vector_norm(each, 1, 0)
+        found["peak"] = torch.linalg.vector_norm(before, math.inf, 0)
+    return found
+
+
+def _cut_sums(here: torch.Tensor, part: torch.Tensor, fine: torch.dtype) -> torch.Tensor:
+    """A B with both operands in 11 bits, `[3, r, c]`: rounded to the nearest, towards zero, and away from it."""
+    left, right = _cut(here), _cut(part)
+    if part.is_cpu:
+        return left.to(fine) @ right.to(fine)
+    return torch.addcmul(_number(0.0, fine, part.device).view(1, 1, 1), left.mT, right).sum(1, keepdim=True)
+
+
+def _cut(values: torch.Tensor) -> torch.Tensor:
+    """Values of float32 in 11 bits, `[3, *]`, as `_cut_sums` rounds them."""
+    real = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+    bits = real.to(torch.float32).view(torch.int32)
+    cut = (bits + _added_bits(bits.device).view(3, *[1] * bits.dim())).bitwise_and_(-0x2000).view(torch.float32)
+    return torch.view_as_complex(cut.contiguous()) if values.is_complex() else cut
+
+
+@cache
+def _added_bits(device: torch.device) -> torch.Tensor:
+    """What to add to the bits of a value before the last 13 are dropped, `[3]`."""
+    return check_unwrapped(torch.tensor([0x1000, 0, 0x1FFF], dtype=torch.int32, device="cpu").to(device))
 
 
 def _integer_sums(left: torch.Tensor, rhs: torch.Tensor) -> torch.Tensor:
@@ -662,6 +719,11 @@ def judge(terms: Terms, sigma: float) -> Examined:
     SIAM J. Sci. Comput. 41(5), 2019, theorem 3.1). Those of equal numbers are not: each rounds the same way, and a sum
     that grows evenly may collect k / 2 u (|A| |B|) (Higham, Accuracy and Stability of Numerical Algorithms, 2002, 4.2).
     The bound is the sum of the two, with `sigma` for lambda, and one ulp of the output. u is `units.sums`.
+
+    TF32 rounds operands to 11 bits, whose errors are not independent either if values repeat: what the three ways of
+    rounding make of this very row is added. Where a device may round parts of the sums to the output's dtype, it
+    rounds each, and the sum after each: nobody says how many there are, so the moduli of `PARTS` parts are added, and
+    the sums after them count as those of independent errors.
     """
     if terms.size is None:
         return _judge_integers(terms)
@@ -670,10 +732,12 @@ def judge(terms: Terms, sigma: float) -> Examined:
     weight, whole, square = abs(terms.factor), terms.size, terms.square
     value, size = terms.value * terms.factor, terms.size * weight
     apart = value.abs() * (terms.apart * (1 if alpha == 1 else 2))
+    peak = None if terms.peak is None else terms.peak * weight
     if terms.bias is not None:
         bias = terms.bias.to(fine)
         whole, bias = torch.maximum(whole, bias.abs().expand_as(whole)), bias * beta
         value, size = value + bias, size + bias.abs()
+        peak = None if peak is None else peak + bias.abs()
         if terms.apart and beta != 1:
             apart = apart + 2 * bias.abs()
     info, modulus = torch.finfo(dtype), value.abs()
@@ -694,8 +758,14 @@ def judge(terms: Terms, sigma: float) -> Examined:
     variance = (own**2 * (k + 2)) * size.square()
     if square is not None:
         square = square * (weight * weight)
-        variance += 2 * units.operands**2 * square + 4 * units.partial**2 * (square + modulus.square())
+        variance += 2 * units.operands**2 * square
+        if peak is not None:
+            variance += 4 * units.partial**2 * (square + peak.square())
     deviation = ulp / math.sqrt(2) + own * (k + 2) / 2 * size + units.output * apart + floor
+    if terms.cut is not None:
+        deviation += terms.cut * weight
+    if terms.parts is not None:
+        deviation += units.partial * weight * terms.parts + PARTS * info.tiny * info.eps
     bound = ulp / 2 + deviation + sigma * variance.sqrt()
     got = terms.got.to(fine)
     error = (got - value).abs()
@@ -703,7 +773,8 @@ def judge(terms: Terms, sigma: float) -> Examined:
     # of values that are not finite to begin with.
     free = ~((modulus + bound < info.max) & (largest < between.max))
     error = error.where(~free, 0)
-    return Examined(got, value, error, bound, deviation + variance.sqrt())
+    overflows = (size + modulus) / 2 * (1 + units.output) >= info.max if units.flags else None  # terms of one sign
+    return Examined(got, value, error, bound, deviation + variance.sqrt(), overflows, units.flags)
 
 
 def _judge_integers(terms: Terms) -> Examined:

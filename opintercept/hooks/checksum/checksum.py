@@ -72,8 +72,11 @@ class Checksum(Finds[WrongProduct]):
     (Higham and Mary, SIAM J. Sci. Comput. 41(5), 2019), and for equal numbers, whose errors are not. u is the unit
     roundoff of float32 for dtypes of up to 32 bits, and that of float64 otherwise. TF32, bfloat16 passes and sums in
     reduced precision add theirs where `torch.backends` allows them, and so do operators that round alpha, beta, the
-    product or the scaled bias before they add them. Integers must be equal. So errors below rounding go
-    unnoticed, and so do those in an operand before it is read. Elements whose exact value is not finite are not judged.
+    product or the scaled bias before they add them. TF32 on CUDA adds how far the row moves if operands are rounded to
+    11 bits, all in one direction; sums in reduced precision, what rounding 64 parts of the row may do. If float16
+    overflows in such a sum, the element is wrong, and `WrongProduct.flags` names the setting. Integers must be equal.
+    So errors below rounding go unnoticed, and so do those in an operand before it is read. Elements whose exact value
+    is not finite are not judged.
 
     Operators of the table that compute `alpha A B + beta bias` are checked: matrices, batches, vectors, `out=` and
     in-place forms, scaled and grouped products, sparse operands, complex numbers and integers, at function level also
@@ -382,7 +385,8 @@ class Checksum(Finds[WrongProduct]):
         got, exact, error, bound = (each.reshape(-1)[int(column)].item() for each in examined[:4])
         suspected = int((~(suspect.scores.cpu() <= suspect.limit)).sum())
         position = (batch, *place) if suspect.batched else place
-        return WrongProduct(suspect.note.record(), position, (flat,), suspected, got, exact, error, bound)
+        flags = examined.flags_at(0, int(column))
+        return WrongProduct(suspect.note.record(), position, (flat,), suspected, got, exact, error, bound, flags=flags)
 
     def exit(self) -> None:
         """Read the verdicts that are left."""

@@ -30,6 +30,8 @@ class WrongProduct(CallFinding):
         unsaved: Why no script could be written.
         twin: The index of the forward call that this call repeats in a checkpoint, from the same operands, with another
             output; None if the call was compared with its own checksums. The attributes above are empty then.
+        flags: The settings in `torch.backends.cuda.matmul` that explain an element that is not finite: they let the
+            device add up in float16, in which a sum of some of its terms may overflow. Empty otherwise.
     """
 
     record: CallRecord
@@ -45,6 +47,7 @@ class WrongProduct(CallFinding):
     saved: str | None = None
     unsaved: str | None = None
     twin: int | None = None
+    flags: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         record = self.record
@@ -57,6 +60,9 @@ class WrongProduct(CallFinding):
             )
             more = f" of {self.suspected} suspected" if self.suspected > len(self.rows) else ""
             lines.append(f"  wrong rows{more}: {', '.join(map(str, self.rows))}")
+        if self.flags:
+            lines.append("  it may have overflowed on the way, since the device may add up in float16; to forbid that:")
+            lines += [f"  torch.backends.cuda.matmul.{flag} = False" for flag in self.flags]
         if self.twin is not None:
             lines.append(f"  it repeats call {self.twin} from the same operands, and its output differs")
         if self.changed:

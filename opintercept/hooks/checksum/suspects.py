@@ -93,6 +93,7 @@ def look(
         float(examined.bound[height, width]),
         tuple(changed),
         _repeats(call, kept, expected, units, sigma),
+        flags=examined.flags_at(height, width),
     )
 
 
