@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import accumulate
+from operator import mul
 from os import PathLike
 from typing import Any
 
@@ -73,7 +75,7 @@ def plain_arguments(
             # If elements share memory, as in an expanded tensor, the script could not copy into such strides.
             extent = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)) + 1
             dense = value.numel() <= extent
-            stride = value.stride() if dense else value.contiguous().stride()
+            stride = value.stride() if dense else _contiguous(value.shape)
             found = {"tensor": keep(value), "shape": list(value.shape), "stride": list(stride)}
             return found if place is None else found | {"memory": place(given)}
         if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
@@ -97,6 +99,11 @@ def plain_arguments(
             None if each is None else {"shape": list(each.shape), "memory": place(each)} for each in strided
         ]
     return found
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    return tuple(accumulate((max(size, 1) for size in reversed(shape[1:])), mul, initial=1))[::-1]
 
 
 def save_repro(call: OpCall, folder: str | PathLike[str], before: Mapping[str, torch.Tensor]) -> str:

@@ -208,6 +208,7 @@ def is_captured(values: Any) -> bool:
 
 
 _warned: WeakSet[object] = WeakSet()  # hooks that have left out a call
+_short: WeakSet[object] = WeakSet()  # hooks for which a device had no memory
 
 
 def leaves_out_captured(tensor: torch.Tensor, hook: object, joins: bool = False) -> bool:
@@ -235,6 +236,14 @@ def leaves_out_captured(tensor: torch.Tensor, hook: object, joins: bool = False)
         )
         warnings.warn(text, OpInterceptWarning, stacklevel=2)
     return True
+
+
+def warn_of_memory(hook: object, what: str, remedy: str) -> None:
+    """Warn, once for each hook, that it leaves something out because a device has no memory left for it."""
+    if hook not in _short:
+        _short.add(hook)
+        text = f"{type(hook).__name__} leaves out {what} for which the device has no memory left; {remedy}"
+        warnings.warn(text, OpInterceptWarning, stacklevel=3)
 
 
 def first_output(output: Any) -> Any:

@@ -154,7 +154,8 @@ class AttentionWeights(Held, Copyable):
                 self._keep_eager(call, *product)
             elif not self._kept:
                 self._named_like_attention(call)
-        except _Unkept as reason:
+        except (_Unkept, torch.OutOfMemoryError) as error:
+            reason = str(error).partition("\n")[0]
             with self._lock:
                 self._skipped[f"{call.op}: {reason}"] += 1
 

@@ -27,7 +27,7 @@ from opintercept._core.tensors import describe, is_strided
 from opintercept._kit.copyable import Copyable
 from opintercept._kit.roles import Generators, checked_roles
 from opintercept._values.copies import can_store, copied, safetensors_for
-from opintercept._values.read import first_output, in_memory, leaves_out_captured, parts_of
+from opintercept._values.read import first_output, in_memory, leaves_out_captured, parts_of, warn_of_memory
 
 Role = Literal["lhs", "rhs", "bias", "output", "grad_lhs", "grad_rhs"]
 Keep = Literal["cpu", "same", "disk"]
@@ -124,7 +124,8 @@ class Capture(Copyable):
         nbytes: How many bytes are kept.
         dropped: How many tensors were discarded, or left out because they are larger than the budget.
         skipped: How many tensors had no values to keep: meta and fake tensors, tensors that a torch.func transform
-            has wrapped at function level, and tensors whose memory the program has freed.
+            has wrapped at function level, tensors whose memory the program has freed, and those that the device has no
+            memory to copy, of which it warns once.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -253,6 +254,15 @@ class Capture(Copyable):
             with self._lock:
                 self.skipped += 1
             return
+        try:
+            self._copy(call, role, tensor)
+        except torch.OutOfMemoryError:
+            with self._lock:
+                self.skipped += 1
+            remedy = "copy to the host with to='cpu', or keep less with hooks.when(...), index= or sample="
+            warn_of_memory(self, "tensors", remedy)
+
+    def _copy(self, call: OpCall, role: str, tensor: torch.Tensor) -> None:
         with self._lock:
             chosen = self._chosen(tensor)
             data = b"" if self.folder is None else _serialised(chosen, role, call)

@@ -17,6 +17,7 @@ from opintercept._core.tensors import tensors_of
 from opintercept._core.text import counted
 from opintercept._kit.copyable import Copyable
 from opintercept._kit.filter import name_test
+from opintercept._values.read import warn_of_memory
 
 Function = Callable[[OpCall, dict[str, torch.Tensor]], Mapping[str, torch.Tensor] | None]
 
@@ -158,7 +159,13 @@ class Gradients(Copyable, Table):
         gradient, output = call.gradient, call.grad_output
         if forward is None or of is None or gradient is None or output is None:
             return
-        found = {of: gradient * self._scales[forward] if forward in self._scales else gradient, "output": output}
+        if forward in self._scales:
+            try:
+                gradient = gradient * self._scales[forward]
+            except torch.OutOfMemoryError:
+                self._leave_out()
+                return
+        found = {of: gradient, "output": output}
         last_forward, last_of = getattr(self._last, "seen", (None, None))
         if self._function is None and last_forward == forward and last_of != of:
             del found["output"]  # it was kept with the other operand's gradient
@@ -172,7 +179,13 @@ class Gradients(Copyable, Table):
             return self._function(call, found)
         module = call.module
         # Keep copies: autograd uses the tensor itself as `.grad` of a parameter and adds the next gradient to it.
-        self.entries += [
-            Gradient(module, call.op, forward, role, grad.detach().clone()) for role, grad in found.items()
-        ]
+        try:
+            self.entries += [
+                Gradient(module, call.op, forward, role, grad.detach().clone()) for role, grad in found.items()
+            ]
+        except torch.OutOfMemoryError:
+            self._leave_out()
         return None
+
+    def _leave_out(self) -> None:
+        warn_of_memory(self, "gradients", "choose calls with hooks.when(...)")

@@ -196,7 +196,7 @@ class _Before(NamedTuple):
 
     written: list[torch.Tensor]
     ranges: dict[str, torch.Tensor | None]  # of the operands that the call overwrites
-    copies: dict[str, torch.Tensor]  # of the same operands, for `save`
+    copies: dict[str, torch.Tensor] | None  # of the same operands, for `save`; None if memory was short
 
 
 class _InputRanges(NamedTuple):
@@ -448,7 +448,13 @@ class NonFinite(Copyable, Shown):
 
     def _tell(self, finding: Finding, call: OpCall | None, before: _Before | None = None) -> None:
         if self._save is not None and call is not None and finding.seen_at is None:
-            saved, unsaved = try_to_save(call, self._save, {} if before is None else before.copies)
+            copies = {} if before is None else before.copies
+            saved: str | None = None
+            unsaved: str | None
+            if copies is None:
+                unsaved = "the device had no memory left for a copy of what the call overwrites"
+            else:
+                saved, unsaved = try_to_save(call, self._save, copies)
             finding = replace(finding, saved=saved, unsaved=unsaved)
             self._found[finding.call_kind] = finding
         if self._action == "raise":
@@ -541,7 +547,7 @@ def _before(call: OpCall, *, copies: bool) -> _Before | None:
     """Read the tensors that the call is about to write to; None if there are none."""
     written = list(_tensors(call.written))
     ranges: dict[str, torch.Tensor | None] = {}
-    kept: dict[str, torch.Tensor] = {}
+    kept: dict[str, torch.Tensor] | None = {}
     known: Overwritten = call.once(OVERWRITTEN, lambda _: [])
 
     def read(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -557,8 +563,11 @@ def _before(call: OpCall, *, copies: bool) -> _Before | None:
         for name, tensor in call.tensors.items():
             if any(tensor is target or _overlap(tensor, target) for target in written):
                 ranges[name] = read(tensor)
-                if copies and in_memory(tensor):
-                    kept[name] = tensor.detach().clone()
+                if copies and kept is not None and in_memory(tensor):
+                    try:
+                        kept[name] = tensor.detach().clone()
+                    except torch.OutOfMemoryError:
+                        kept = None
     return _Before(written, ranges, kept)
 
 

@@ -159,7 +159,7 @@ class Reference(Copyable, Table):
         self.action = action
         self._rows: list[ReferenceRow] = []
         self._skipped: Counter[str] = Counter()
-        self._saved: PerCall[_Saved] = PerCall()
+        self._saved: PerCall[_Saved | str] = PerCall()  # or why there are no copies
         self._lock = threading.RLock()
 
     def pre(self, call: OpCall) -> None:
@@ -167,16 +167,22 @@ class Reference(Copyable, Table):
         written = call.written
         if written and (_is_generic(call) or row_of(call.func).reference):
             _, args, kwargs = _functional(call)
-            copies = {
-                id(tensor): tensor.detach().clone()
-                for tensor in tensors_of(args, kwargs)
-                if in_memory(tensor) and any(tensor is other or share_memory(tensor, other) for other in written)
-            }
-            self._saved.put(call, _Saved(call.args, copies))
+            try:
+                copies = {
+                    id(tensor): tensor.detach().clone()
+                    for tensor in tensors_of(args, kwargs)
+                    if in_memory(tensor) and any(tensor is other or share_memory(tensor, other) for other in written)
+                }
+                self._saved.put(call, _Saved(call.args, copies))
+            except torch.OutOfMemoryError as error:
+                self._saved.put(call, str(error).partition("\n")[0])
 
     def post(self, call: OpCall) -> None:
         """Compute the reference and keep a row with the error."""
         saved = self._saved.take(call)
+        if isinstance(saved, str):
+            self._skip(call, saved)
+            return
         try:
             errors = self._compare(call, saved)
         except (_NoReference, OtherShape) as reason:

@@ -47,6 +47,24 @@ def test_a_hook_for_which_the_device_has_no_memory_left_leaves_calls_out() -> No
     assert calls == [{}, {}]
 
 
+def test_no_hook_lets_the_program_fail_that_has_no_memory_left_for_it() -> None:
+    leaves_out = "leaves out {} for which the device has no memory left; {}"
+    remedy = "copy to the host with to='cpu', or keep less with hooks.when(...), index= or sample="
+    copies = [f"Capture {leaves_out.format('tensors', remedy)}"]
+    skipped = "AttentionWeights skipped 4 attention calls: aten::bmm: the device has no memory left (4 times)"
+    assert on_a_device("device_edges.py", "short") == {
+        "Capture, same": copies,
+        "Capture, gradients": copies,
+        "Gradients": [f"Gradients {leaves_out.format('gradients', 'choose calls with hooks.when(...)')}"],
+        "AttentionWeights": [skipped],
+    }
+
+
+def test_a_run_has_no_arguments_of_which_one_was_overwritten_before_it_was_copied() -> None:
+    found = on_a_device("device_edges.py", "overwritten")
+    assert {tuple(each) for each in found} == {(False, False), (True, True)}
+
+
 def test_hooks_find_on_two_streams_and_devices_what_they_find_on_the_cpu() -> None:
     for on_device, on_cpu in on_a_device("device_edges.py", "places", "--late"):
         assert on_device == on_cpu

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -796,3 +797,20 @@ def test_a_cuda_graph_can_be_captured_under_the_hook(device: torch.device) -> No
     graph.replay()
     assert torch.equal(product, expected)
     assert capture.entries == []
+
+
+def test_a_tensor_that_there_is_no_memory_to_copy_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    capture = hooks.Capture(("lhs", "output"), to="same")
+    x = torch.ones(3, 4)
+    with (
+        pytest.warns(match="^Capture leaves out tensors for which the device has no memory") as told,
+        intercept(capture),
+    ):
+        monkeypatch.setattr(Tensor, "clone", Mock(side_effect=torch.OutOfMemoryError))
+        for _ in range(3):
+            x @ x.mT
+        monkeypatch.undo()
+        x @ x.mT
+    assert len(told) == 1
+    assert [(entry.role, entry.index) for entry in capture.entries] == [("lhs", 3), ("output", 3)]
+    assert (capture.skipped, capture.nbytes) == (6, 4 * (12 + 9))

@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections import defaultdict
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -400,3 +401,20 @@ def test_gradients_are_a_table_without_their_values() -> None:
     assert frame["norm"][1] == pytest.approx(w.grad.norm().item())  # type: ignore[union-attr] # float64 for float32
     assert frame["absmax"][2] == 3
     assert str(gradients).splitlines()[3].split()[-3:] == ["4]", "8.49", "3"]
+
+
+@pytest.mark.parametrize("alpha", [1, 2])
+def test_gradients_that_there_is_no_memory_to_copy_are_left_out(alpha: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w, gradients = leaf(2, 3), leaf(3, 4), hooks.Gradients()
+    text = "^Gradients leaves out gradients for which the device has no memory left; choose calls with"
+    refused = Mock(side_effect=torch.OutOfMemoryError)
+    with pytest.warns(OpInterceptWarning, match=text) as told, intercept(gradients):
+        outputs = [torch.addmm(torch.zeros(4), x, w, alpha=alpha).sum() for _ in range(2)]
+        monkeypatch.setattr(Tensor, "clone" if alpha == 1 else "__mul__", refused)
+        outputs[0].backward()
+        monkeypatch.undo()
+        outputs[1].backward()
+    assert len(told) == 1
+    assert {(entry.forward, entry.operand) for entry in gradients.entries} >= {(1, "lhs"), (1, "rhs")}
+    assert all(entry.forward == 1 for entry in gradients.entries)
+    assert refused.called

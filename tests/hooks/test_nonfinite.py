@@ -781,3 +781,17 @@ def test_a_loss_that_no_scaler_has_scaled_is_not_left_to_one(options: dict[str, 
     ):
         loss = model(x).square().mean()
         (loss if of == "another training" else scaler.scale(loss * 2)).backward()
+
+
+def test_a_call_whose_operand_there_is_no_memory_to_copy_is_found_and_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search, x = hooks.NonFinite(action="record", save=tmp_path), torch.full((3, 3), torch.nan)
+    with intercept(search):
+        monkeypatch.setattr(Tensor, "clone", Mock(side_effect=torch.OutOfMemoryError))
+        torch.zeros(3, 3).addmm_(x, x)
+        monkeypatch.undo()
+    (finding,) = search.findings
+    assert finding.saved is None
+    assert finding.unsaved == "the device had no memory left for a copy of what the call overwrites"
+    assert list(tmp_path.iterdir()) == []

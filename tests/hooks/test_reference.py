@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import interrupts
 import minilm
@@ -818,3 +819,14 @@ def test_after_interrupts_each_row_belongs_to_its_module() -> None:
 
     assert interrupts.interrupt(reference, program, check) > 0
     assert reference.rows()
+
+
+def test_a_call_whose_operand_there_is_no_memory_to_copy_has_no_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    reference, x = hooks.Reference(), torch.ones(3, 3)
+    with intercept(reference):
+        monkeypatch.setattr(torch.Tensor, "clone", Mock(side_effect=torch.OutOfMemoryError("no room is left")))
+        x.addmm_(x, x)
+        monkeypatch.undo()
+        x.addmm_(x, x)
+    assert reference.skipped == {"aten::addmm_: no room is left": 1}
+    assert [(row.index, row.max_ulp) for row in reference.rows()] == [(1, 0)]

@@ -100,15 +100,20 @@ def passed() -> Any:
 
 
 class Short:
-    """Leaves the device without memory for the hooks between two of these, or gives it back."""
+    """Leaves the device with so much memory for the hooks between two of these, or gives it back if it is negative."""
 
-    def __init__(self, memory: int) -> None:
-        self.memory = memory
+    reads = ()
 
-    def pre(self, call: Any) -> None: ...
+    def __init__(self, memory: int, *, before: bool = False, after: bool = True) -> None:
+        self.memory, self.before, self.after = memory, before, after
+
+    def pre(self, call: Any) -> None:
+        if self.before:
+            torch.ops.toy.limit(self.memory)
 
     def post(self, call: Any) -> None:
-        torch.ops.toy.limit(self.memory)
+        if self.after:
+            torch.ops.toy.limit(self.memory)
 
 
 def memory() -> Any:
@@ -123,6 +128,65 @@ def memory() -> Any:
             result = net(x).cpu()
         calls = [{role: v.count for role, v in call.values.items()} for call in runs.open_run(recorder.path).calls()]
     return torch.equal(result, expected), stats.skipped, nonfinite.skipped, checksum.skipped, calls
+
+
+def short() -> Any:
+    """What hooks warn of where the device has little memory left for them, by hook; or what the program got instead."""
+    net, x = network()
+    net, x = net.to("toy"), x.to("toy")
+    scores = x.expand(2, 6, 8).contiguous()
+
+    def program() -> list[Tensor]:
+        net.zero_grad()
+        inputs = x.clone().requires_grad_()
+        net(inputs).square().sum().backward()
+        product = torch.addmm(x.T @ x, x.T, inputs.detach(), alpha=2).addmm_(x.T, x)
+        attended = torch.softmax(scores @ scores.mT, -1) @ scores
+        heads = scores.unsqueeze(0)
+        fused = nn.functional.scaled_dot_product_attention(heads, heads, heads)
+        results = [*(weight.grad for weight in net.parameters()), inputs.grad, product, attended, fused]
+        return [each.cpu() for each in results if each is not None]
+
+    expected = program()
+    allocating: dict[str, Callable[[str], Any]] = {
+        "Capture, same": lambda _: hooks.Capture(("lhs", "rhs", "bias", "output"), to="same"),
+        "Capture, gradients": lambda _: hooks.Capture(("grad_lhs", "grad_rhs"), to="same"),
+        "Stats, all": lambda _: hooks.Stats(("lhs", "rhs", "output"), histogram=True),
+        "Checksum, estimate": lambda _: hooks.Checksum(action="record", estimate=True),
+        "Checksum, recompute": lambda _: hooks.Checksum(action="record", recompute=True),
+        "NonFinite, save": lambda folder: hooks.NonFinite(action="record", save=folder),
+    }
+    found: dict[str, set[str]] = {}
+    for pages in (0, 2, 6):
+        for name, make in (HOOKS | allocating).items():
+            with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                hooked = [Short(4096 * pages, before=True), make(f"{folder}/run"), Short(-1, before=True)]
+                try:
+                    with intercept(hooked, ops="all" if pages else "matmul", engine="kernel" if pages else "compiled"):
+                        results = program() + program()
+                    texts = [str(each.message) for each in told]
+                    if len(texts) > 1 or not all(map(torch.equal, results, expected * 2)):
+                        texts = ["other results", *texts]
+                except Exception as error:
+                    torch.ops.toy.limit(-1)
+                    texts = [repr(error)]
+            found.setdefault(name, set()).update(texts)
+    return {name: sorted(texts) for name, texts in found.items() if texts}
+
+
+def overwritten() -> Any:
+    """For each size of memory, whether a run has an operand that is overwritten, and all arguments."""
+    found = []
+    for pages in range(12):
+        x = torch.ones(8, 8, device="toy")
+        with tempfile.TemporaryDirectory() as folder:
+            recorder = runs.RunRecorder(f"{folder}/run", "full")
+            with intercept([Short(4096 * pages, before=True, after=False), recorder, Short(-1, before=True)]):
+                x.addmm_(x.clone(), x.clone())
+            (call,) = runs.open_run(recorder.path).calls()
+        found.append(["bias" in call.values, call.given is not None])
+    return found
 
 
 class Corrupt:
@@ -289,6 +353,8 @@ CASES: dict[str, Callable[[], Any]] = {
     "freed": freed,
     "passed": passed,
     "memory": memory,
+    "short": short,
+    "overwritten": overwritten,
     "places": places,
     "wrong": wrong,
     "cores": cores,

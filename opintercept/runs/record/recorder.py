@@ -42,7 +42,7 @@ from opintercept._ranks.rank import rank_and_world_size
 from opintercept._values.content import LOTS, Content, content_of
 from opintercept._values.copies import can_store, copied, safetensors_for
 from opintercept._values.late import Lot, place_of
-from opintercept._values.read import is_captured, leaves_out_captured
+from opintercept._values.read import is_captured, leaves_out_captured, warn_of_memory
 from opintercept.runs.record.claim import LOCK, Claim
 from opintercept.runs.record.description import at_first_call, described, with_devices
 from opintercept.runs.record.memory import MemoryNumbers
@@ -400,8 +400,13 @@ class RunRecorder:
                 return
             if role in updated or any(share_memory(tensor, target) for target in written):
                 content = content_of(tensor)  # None where there is no memory to copy
-                copies = content is not None and self._keeps(failed=False)
-                before[role] = content, tensor.detach().clone() if copies else tensor
+                if content is not None and self._keeps(failed=False):
+                    try:
+                        tensor = tensor.detach().clone()
+                    except torch.OutOfMemoryError:
+                        content = None
+                        self._warn_of_memory()
+                before[role] = content, tensor
         self._before.put(call, before)
 
     def work(self) -> Work | None:
@@ -581,10 +586,13 @@ class RunRecorder:
                 entry.kept.append(kept)
         if full:
             # `plain_arguments` restores operands that the operator has overwritten; other tensors are restored here.
-            old = {id(tensor): before[role][1] for role, tensor in _inputs(call).items() if role in before}
+            old = {id(tensor): before[role] for role, tensor in _inputs(call).items() if role in before}
 
             def keep(tensor: torch.Tensor) -> int:
-                tensor = old.get(id(tensor), tensor)
+                if id(tensor) in old:
+                    known, tensor = old[id(tensor)]
+                    if known is None:
+                        raise TypeError("what the operator has overwritten was not copied")
                 place = places.get(id(tensor))
                 if place is None:
                     content = None if leaves_out_captured(tensor, self) else content_of(tensor)
@@ -618,10 +626,14 @@ class RunRecorder:
                 return name
             if (clone := self._clones.get(key)) is not None:
                 return QueuedTensor(clone, None, content, not full)
-        if full and tensor.device.type == "cpu":
-            clone, ready = tensor.clone(memory_format=torch.contiguous_format), None
-        else:
-            clone, ready = copied(tensor.contiguous() if full else self._sampled(tensor), "cpu")
+        try:
+            if full and tensor.device.type == "cpu":
+                clone, ready = tensor.clone(memory_format=torch.contiguous_format), None
+            else:
+                clone, ready = copied(tensor.contiguous() if full else self._sampled(tensor), "cpu")
+        except torch.OutOfMemoryError:
+            self._warn_of_memory()
+            return None
         try:
             clone.data_ptr()
         except RuntimeError:  # a torch.func transform has wrapped it
@@ -629,6 +641,9 @@ class RunRecorder:
         if key is not None:
             self._clones[key] = clone
         return QueuedTensor(clone, ready, content, not full)
+
+    def _warn_of_memory(self) -> None:
+        warn_of_memory(self, "tensors", 'record fewer calls, or tensors="stats"')
 
     def _sampled(self, tensor: torch.Tensor) -> torch.Tensor:
         """Some values, at places that depend only on the number of elements."""

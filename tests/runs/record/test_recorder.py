@@ -462,3 +462,32 @@ def test_flight_is_written_however_the_block_is_left(kind: str, tmp_path: Path) 
         except KeyError:
             ways[kind]()
     assert len(calls_of(tmp_path / "run")) == 1
+
+
+@pytest.mark.parametrize("tensors", ["full", "sample"])
+def test_tensors_that_there_is_no_memory_to_copy_are_left_out(
+    tensors: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y = torch.ones(4, 4), torch.full((4, 4), 2.0)
+    clone = Tensor.clone
+
+    def refused(tensor: Tensor, **options: Any) -> Tensor:
+        if tensor.numel() == x.numel():
+            raise torch.OutOfMemoryError("none left")
+        return clone(tensor, **options)
+
+    text = "^RunRecorder leaves out tensors for which the device has no memory left; record fewer calls, or tensors="
+    with (
+        pytest.warns(match=text) as told,
+        intercept(recorder := runs.RunRecorder(tmp_path / "run", tensors, sample=64)),
+    ):
+        monkeypatch.setattr(Tensor, "clone", refused)
+        torch.mm(x, x[:, :3])
+        x.addmm_(y, y)
+        monkeypatch.undo()
+        torch.mm(x, x)
+    assert len(told) == 1
+    first, second, last = open_run(recorder.path).calls()
+    assert ([*first.tensors], [*second.tensors]) == (["rhs", "output"], [])
+    assert (first.given, second.given) == (None, None)
+    assert ({*second.values}, {*last.tensors}) == ({"lhs", "rhs", "output"}, {"lhs", "rhs", "output"})
