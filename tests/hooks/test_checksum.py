@@ -735,3 +735,17 @@ def test_the_settings_of_a_device_are_nothing_to_the_cpu() -> None:
                 (error,) = check(partial(torch.mm, a, b), first=[Alter(lambda output: output[3, 4].add_(5))]).findings
             found.append((dtype, error.residual, error.bound, error.flags))
     assert found[4:8] == found[:4] == found[8:12] == found[12:]
+
+
+def test_what_tensor_cores_round_under_autocast_is_no_error_at_function_level() -> None:
+    torch.manual_seed(0)
+    a, b = checksum_figures.KINDS["sorted"](16, 2048).float(), checksum_figures.KINDS["sorted"](2048, 32).float()
+
+    def multiply(a: Tensor, b: Tensor) -> Tensor:
+        return ARITHMETIC["bfloat16 in 7 parts"][2](a.bfloat16(), b.bfloat16())
+
+    with tensor_cores.settings("cpu"), torch.autocast("cpu", torch.bfloat16):
+        checked = check(lambda: torch.mm(a, b), "function", [tensor_cores.Computed(multiply)])
+        assert (checked.checked, checked.findings) == (1, [])
+        with tensor_cores.settings(allow_bf16_reduced_precision_reduction=False):
+            assert check(lambda: torch.mm(a, b), "function", [tensor_cores.Computed(multiply)]).findings != []

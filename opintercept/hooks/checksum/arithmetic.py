@@ -60,8 +60,13 @@ def units_of(product: Product, output: torch.dtype) -> Units:
     """The unit roundoffs of a product on its device, under the current settings of `torch.backends`."""
     dtype, device = product.lhs.dtype, product.lhs.device
     precision = product_precision(device) if dtype is torch.float32 or dtype is torch.complex64 else "highest"
-    flags, on_cores = reduced_sums(dtype, device), device.type in TENSOR_CORES
+    flags, on_cores = reduced_sums(_computed(dtype, output), device), device.type in TENSOR_CORES
     return _units(dtype, output, on_cores, precision, flags, product.coarse, product.fast)
+
+
+def _computed(operands: torch.dtype, output: torch.dtype) -> torch.dtype:
+    """The dtype of the operands when they are multiplied: that of the output if autocast has rounded them to it."""
+    return output if unit(output) > unit(operands) and operands.itemsize > 1 else operands
 
 
 @cache
@@ -75,7 +80,7 @@ def _units(
     fast: bool,
 ) -> Units:
     sums = unit(torch.float64) if dtype in (torch.float64, torch.complex128) else unit(torch.float32)
-    own, out = unit(dtype), unit(output)
+    own, out = unit(_computed(dtype, output)), unit(output)
     cuts = on_cores and precision == "tf32"
     if cuts or (on_cores and own > unit(torch.float32)):
         # Tensor cores cut sums off instead of rounding them (Fasi, Higham, Mikaitis and Pranesh, 2021, doi
@@ -86,8 +91,8 @@ def _units(
     operands = {"tf32": 2.0**-11, "bf16": 2.0**-8}.get(precision, 0.0)
     if coarse is not None:
         operands = max(operands, unit(coarse))
-    if out > own and dtype.itemsize > 1:  # autocast has rounded the operands to the output's dtype
-        operands = max(operands, out)
+    if own > unit(dtype):
+        operands = max(operands, own)
     if dtype.is_complex:  # Brent, Percival and Zimmermann, Math. Comp. 76 (2007)
         sums *= math.sqrt(5)
     return Units(sums, out, operands, out if flags else 0.0, cuts, flags if output is torch.float16 else ())
