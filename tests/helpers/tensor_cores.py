@@ -65,6 +65,20 @@ def split(parts: int, *, low: bool = True) -> Multiply:
     return multiply
 
 
+ARITHMETIC: dict[str, tuple[torch.dtype, dict[str, Any], Multiply]] = {
+    **{way: (torch.float32, {"fp32_precision": "tf32"}, tf32(way)) for way in ("nearest", "zero", "away")},
+    **{
+        f"{str(dtype).removeprefix('torch.')} in {parts} parts{'' if low else ', added in float32'}": (
+            *(dtype, {}),
+            split(parts, low=low),
+        )
+        for dtype in (torch.float16, torch.bfloat16)
+        for parts, low in ((2, True), (7, True), (32, True), (7, False))
+    },
+}
+"""Each with the dtype that it is for, and the settings that allow it where they do not by default."""
+
+
 class Computed:
     """Replaces the output of each `mm`, `bmm`, `addmm` and `baddbmm` by what `multiply` makes of its operands."""
 

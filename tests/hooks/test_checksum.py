@@ -613,31 +613,18 @@ def test_random_products_of_every_kind_raise_no_alarm() -> None:
         assert checksum.skipped == {}
 
 
-ARITHMETIC: dict[str, tuple[torch.dtype, dict[str, Any], tensor_cores.Multiply]] = {
-    **{way: (torch.float32, {"fp32_precision": "tf32"}, tensor_cores.tf32(way)) for way in ("nearest", "zero", "away")},
-    **{
-        f"{str(dtype).removeprefix('torch.')} in {parts} parts{'' if low else ', added in float32'}": (
-            *(dtype, {}),
-            tensor_cores.split(parts, low=low),
-        )
-        for dtype in (torch.float16, torch.bfloat16)
-        for parts, low in ((2, True), (7, True), (32, True), (7, False))
-    },
-}
-
-
 def computed(way: str, program: Callable[[], Any], *others: Any) -> hooks.Checksum:
     """Check a program whose products tensor cores compute, and that other hooks change then."""
-    _, flags, multiply = ARITHMETIC[way]
+    _, flags, multiply = tensor_cores.ARITHMETIC[way]
     with tensor_cores.settings("cpu", **flags):
         return check(program, first=[tensor_cores.Computed(multiply), *others])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ARITHMETIC)
+@pytest.mark.parametrize("way", tensor_cores.ARITHMETIC)
 def test_what_tensor_cores_round_is_no_error(way: str) -> None:
     torch.manual_seed(0)
-    dtype = ARITHMETIC[way][0]
+    dtype = tensor_cores.ARITHMETIC[way][0]
     # With 3 columns all signs are equal, so that errors that are alike add up in the checksum.
     sizes = [*checksum_figures.sizes(256, 6), (1456, 16, 70), (9, 3, 2000), (16, 32, 2048), (64, 200, 301)]
     for kind, make in checksum_figures.KINDS.items():
@@ -654,9 +641,9 @@ def test_what_tensor_cores_round_is_no_error(way: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ARITHMETIC)
+@pytest.mark.parametrize("way", tensor_cores.ARITHMETIC)
 def test_errors_beside_what_tensor_cores_round_are_found(way: str) -> None:
-    dtype, found = ARITHMETIC[way][0], 0
+    dtype, found = tensor_cores.ARITHMETIC[way][0], 0
 
     def swap(output: Tensor) -> None:
         output[[3, 20]] = output[[20, 3]]
@@ -685,7 +672,7 @@ def test_parts_that_are_all_rounded_in_one_direction_are_no_error() -> None:
         ("bfloat16 in 32 parts", a, b, -4.0, -32.0),
         ("float16 in 32 parts", tiny, tiny[:3].mT, 2.0**-21, 0.0),
     ):
-        _, flags, multiply = ARITHMETIC[way]
+        _, flags, multiply = tensor_cores.ARITHMETIC[way]
         assert set((lhs.double() @ rhs.double()).view(-1).tolist()) == {exact}
         assert set(multiply(lhs, rhs).view(-1).tolist()) == {got}
         with tensor_cores.settings("cpu", **flags):
@@ -721,7 +708,7 @@ def test_what_a_setting_forbids_is_an_error(dtype: torch.dtype) -> None:
         with tensor_cores.settings(**{name: forbidden}):
             assert computed(way, lambda: a @ b).findings != []
     with tensor_cores.settings():  # the CPU keeps its own bounds
-        assert check(lambda: a @ b, first=[tensor_cores.Computed(ARITHMETIC[way][2])]).findings != []
+        assert check(lambda: a @ b, first=[tensor_cores.Computed(tensor_cores.ARITHMETIC[way][2])]).findings != []
 
 
 def test_the_settings_of_a_device_are_nothing_to_the_cpu() -> None:
@@ -742,7 +729,7 @@ def test_what_tensor_cores_round_under_autocast_is_no_error_at_function_level() 
     a, b = checksum_figures.KINDS["sorted"](16, 2048).float(), checksum_figures.KINDS["sorted"](2048, 32).float()
 
     def multiply(a: Tensor, b: Tensor) -> Tensor:
-        return ARITHMETIC["bfloat16 in 7 parts"][2](a.bfloat16(), b.bfloat16())
+        return tensor_cores.ARITHMETIC["bfloat16 in 7 parts"][2](a.bfloat16(), b.bfloat16())
 
     with tensor_cores.settings("cpu"), torch.autocast("cpu", torch.bfloat16):
         checked = check(lambda: torch.mm(a, b), "function", [tensor_cores.Computed(multiply)])

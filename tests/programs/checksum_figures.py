@@ -1,7 +1,7 @@
 """Measures `Checksum`: false alarms in random products, and how many flipped bits it finds, by bit.
 
 `python tests/programs/checksum_figures.py alarms flips` prints the figures of docs/checksum.md; it takes an hour. The
-tests use the same functions for fewer products.
+tests use the same functions for fewer products. `cores` does so for what tensor cores may compute.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -233,10 +233,61 @@ def flips(
     return dict(tallies)
 
 
+def _swap_rows(output: Tensor) -> None:
+    output[[0, -1]] = output[[-1, 0]]
+
+
+def _empty_a_tile(output: Tensor) -> None:
+    output[:16, :16] = 0
+
+
+def _flip_a_bit(output: Tensor) -> None:
+    """One of the exponent or of the highest two of the mantissa, in a random element."""
+    words = output.view(-1).view(torch.int32 if output.dtype is torch.float32 else torch.int16)
+    lowest = round(-math.log2(torch.finfo(output.dtype).eps)) - 2
+    bit = int(torch.randint(lowest, 8 * words.element_size() - 1, ()))
+    words[int(torch.randint(len(words), ()))] ^= 1 << bit
+
+
+PLANTED = {"swapped rows": _swap_rows, "a tile of zeros": _empty_a_tile, "a flipped bit": _flip_a_bit}
+
+
+def cores(way: str, products: int, largest: int, seed: int = 0) -> tuple[Counter[str], Counter[str]]:
+    """How many products there are of what tensor cores compute right or wrong, and in how many of them is a finding.
+
+    `"right"` has the products without a planted error, and `"overflows"` those of them that a setting explains.
+    """
+    import tensor_cores
+
+    dtype, flags, multiply = tensor_cores.ARITHMETIC[way]
+    torch.manual_seed(seed)
+    made: Counter[str] = Counter()
+    found: Counter[str] = Counter()
+    for make in KINDS.values():
+        for m, n, k in sizes(largest, products):
+            a, b = make(m, k).to(dtype), make(k, n).to(dtype)
+            right = multiply(a, b).to(dtype)
+            for what, plant in {"right": None, **PLANTED}.items():
+                output = right.clone()
+                if plant is not None:
+                    plant(output)
+                    if torch.equal(output, right) or not right.isfinite().all():
+                        continue
+                checksum = hooks.Checksum(action="record")
+                with tensor_cores.settings("cpu", **flags):
+                    with intercept([tensor_cores.Computed(lambda *_, given=output: given), checksum]):
+                        torch.mm(a, b)
+                explained = any(finding.flags for finding in checksum.findings)
+                made[what] += 1
+                found[what] += bool(checksum.findings) and not explained
+                found["overflows"] += explained and plant is None
+    return made, found
+
+
 def main() -> None:
     """Print the figures."""
     parser = argparse.ArgumentParser(description="Measure Checksum.")
-    parser.add_argument("figures", nargs="+", choices=("alarms", "flips"))
+    parser.add_argument("figures", nargs="+", choices=("alarms", "flips", "cores"))
     parser.add_argument("--products", type=int, default=1000)
     parser.add_argument("--tries", type=int, default=100)
     parser.add_argument("--largest", type=int, default=4096)
@@ -246,6 +297,13 @@ def main() -> None:
             print(f"{kind:14}{checksum.checked:7} products{checksum.rows:9} rows{len(checksum.findings):3} alarms")
             for finding in checksum.findings[:3]:
                 print(finding)
+    if "cores" in options.figures:
+        import tensor_cores
+
+        for way in tensor_cores.ARITHMETIC:
+            made, told = cores(way, options.products, options.largest)
+            shares = [f"{what} {told[what]}/{made[what]}" for what in made]
+            print(f"{way}: {', '.join(shares)}, overflows {told['overflows']}", flush=True)
     if "flips" in options.figures:
         torch.set_num_threads(1)
         for name, make in STEPS.items():
