@@ -31,7 +31,7 @@ DEVICE_PIECE = 1 << 24
 GROUP = 16
 """The least columns that share a checksum where the output has few digits; fewer columns have less rounding."""
 MOST_GROUPS = 48
-PARTS = 64
+PARTS = 32
 """Into how many parts a row's sums are taken apart where a device may round parts of them."""
 MANY = 32
 """From so many rows on, the mean of one checksum over them tells how large elements are."""
@@ -545,8 +545,7 @@ class Terms(NamedTuple):
     size: torch.Tensor | None = None  # |A| |B|; None for integers
     square: torch.Tensor | None = None  # |A|**2 |B|**2, if the operator may round its operands
     cut: torch.Tensor | None = None  # how far A B moves if both operands are cut to 11 bits in one direction
-    parts: torch.Tensor | None = None  # the moduli of the parts of A B, added up, if a device may round those
-    peak: torch.Tensor | None = None  # the largest modulus of the sum of some first parts
+    parts: torch.Tensor | None = None  # the moduli of parts of A B and of the sums after each, if they may be rounded
     most: torch.Tensor | None = None  # the largest magnitude of an operand, [], if alpha may multiply that
     lost: torch.Tensor | None = None  # |A| 1 + 1 |B|, if small operands may lose digits
 
@@ -646,7 +645,7 @@ def _sums_of(left: torch.Tensor, rhs: torch.Tensor, fine: torch.dtype, units: Un
     """What `Terms` has of the sums A B for rows of A, in the dtype `fine`."""
     found: dict[str, torch.Tensor] = {}
     blocks: list[torch.Tensor] = []
-    k, wants_squares = rhs.shape[0], bool(units.operands or units.partial)
+    k, wants_squares = rhs.shape[0], units.operands > 0
     width = -(-k // PARTS) if units.partial else k
     step = max(1, (8 * PIECE if rhs.is_cpu else DEVICE_PIECE) // (4 if units.cuts else 1) // max(1, rhs.shape[1]))
     if step < k:
@@ -680,10 +679,9 @@ def _sums_of(left: torch.Tensor, rhs: torch.Tensor, fine: torch.dtype, units: Un
         found["cut"] = torch.linalg.vector_norm(found["cut"] - found["value"], math.inf, 0)
     if units.partial:
         each = torch.cat(blocks)
-        before = each.cumsum(0)
-        found["value"] = found.get("value", before[-1])
-        found["parts"] = torch.linalg.vector_norm(each, 1, 0)
-        found["peak"] = torch.linalg.vector_norm(before, math.inf, 0)
+        after = each.cumsum(0)
+        found["value"] = found.get("value", after[-1])
+        found["parts"] = torch.linalg.vector_norm(torch.cat([each, after]), 1, 0)
     return found
 
 
@@ -727,8 +725,7 @@ def judge(terms: Terms, sigma: float) -> Examined:
 
     TF32 rounds operands to 11 bits, whose errors are not independent either if values repeat: what the three ways of
     rounding make of this very row is added. Where a device may round parts of the sums to the output's dtype, it
-    rounds each, and the sum after each: nobody says how many there are, so the moduli of `PARTS` parts are added, and
-    the sums after them count as those of independent errors.
+    rounds each, and the sum after each. Nobody says how many there are: the bound is that of `PARTS`.
     """
     if terms.size is None:
         return _judge_integers(terms)
@@ -737,12 +734,12 @@ def judge(terms: Terms, sigma: float) -> Examined:
     weight, whole, square = abs(terms.factor), terms.size, terms.square
     value, size = terms.value * terms.factor, terms.size * weight
     apart = value.abs() * (terms.apart * (1 if alpha == 1 else 2))
-    peak = None if terms.peak is None else terms.peak * weight
+    parts = None if terms.parts is None else terms.parts * weight
     if terms.bias is not None:
         bias = terms.bias.to(fine)
         whole, bias = torch.maximum(whole, bias.abs().expand_as(whole)), bias * beta
         value, size = value + bias, size + bias.abs()
-        peak = None if peak is None else peak + bias.abs()
+        parts = None if parts is None else parts + PARTS * bias.abs()
         if terms.apart and beta != 1:
             apart = apart + 2 * bias.abs()
     info, modulus = torch.finfo(dtype), value.abs()
@@ -764,13 +761,11 @@ def judge(terms: Terms, sigma: float) -> Examined:
     if square is not None:
         square = square * (weight * weight)
         variance += 2 * units.operands**2 * square
-        if peak is not None:
-            variance += 4 * units.partial**2 * (square + peak.square())
     deviation = ulp / math.sqrt(2) + own * (k + 2) / 2 * size + units.output * apart + floor
     if terms.cut is not None:
         deviation += terms.cut * weight
-    if terms.parts is not None:
-        deviation += units.partial * weight * terms.parts + PARTS * info.tiny * info.eps
+    if parts is not None:
+        deviation += units.partial * parts + PARTS * info.tiny * info.eps
     bound = ulp / 2 + deviation + sigma * variance.sqrt()
     got = terms.got.to(fine)
     error = (got - value).abs()

@@ -73,7 +73,7 @@ class Checksum(Finds[WrongProduct]):
     roundoff of float32 for dtypes of up to 32 bits, and that of float64 otherwise. TF32, bfloat16 passes and sums in
     reduced precision add theirs where `torch.backends` allows them, and so do operators that round alpha, beta, the
     product or the scaled bias before they add them. TF32 on CUDA adds how far the row moves if operands are rounded to
-    11 bits, all in one direction; sums in reduced precision, what rounding 64 parts of the row may do. If float16
+    11 bits, all in one direction; sums in reduced precision, what rounding 32 parts of the row may do. If float16
     overflows in such a sum, the element is wrong, and `WrongProduct.flags` names the setting. Integers must be equal.
     So errors below rounding go unnoticed, and so do those in an operand before it is read. Elements whose exact value
     is not finite are not judged.
