@@ -61,7 +61,8 @@ class Gradients(Copyable, Table):
         function: Is called as `function(call, gradients)`, where `gradients` has some of the keys `"lhs"`, `"rhs"`,
             `"bias"` and `"output"`. At function level `call` is the forward call, with shapes and no values, and the
             function may return a dict of gradients for operands that replace the original ones. At dispatch level
-            `call` is the backward call. Without a function, `entries` keeps copies of the gradients.
+            `call` is the backward call. Without a function, `entries` keeps copies of the gradients, except those that
+            the device has no memory to copy, of which it warns once.
 
     Raises:
         TypeError: `function` is not callable.
