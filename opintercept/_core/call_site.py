@@ -46,7 +46,7 @@ class CallSite:
     def source(self) -> str | None:
         """The source line, `"model.py:42 in forward"`, or None. It is only looked up here, since that takes long."""
         if self.code is None:
-            return None if self.line is None else "{}:{} in {}".format(_file(self.line[0]), *self.line[1:])
+            return None if self.line is None else _written(*self.line)
         key = (id(self.code), self.instruction)
         known = _sources.get(key)
         if known is None:
@@ -67,11 +67,16 @@ atexit.register(_sources.clear)  # see `_origin.stack`
 
 
 def _source(code: CodeType, instruction: int) -> str | None:
-    shown = _file(code.co_filename)
     for start, end, line in code.co_lines():
         if start <= instruction < end:
-            return f"{shown}:{line} in {code.co_name}"
+            return _written(code.co_filename, line, code.co_name)
     return None
+
+
+def _written(file: str, line: int | None, function: str) -> str:
+    # After a graph break, Dynamo runs the rest of a function under a name of its own.
+    resumed = re.search(_RESUMED, function)
+    return f"{_file(file)}:{line} in {function if resumed is None else resumed[1]}"
 
 
 def _file(name: str) -> str:
@@ -90,6 +95,7 @@ def _file(name: str) -> str:
     return os.path.basename(name).rpartition(">.")[2]  # torch.package has <torch_package_0>.net.py
 
 
+_RESUMED = r"^(?:torch_dynamo_resume_in_)+(.+?)(?:_at_\d+)+$"
 _CELL = r"(?:^|[/\\])(?:ipykernel_\d+[/\\][^/\\]*|ipython-input-[^/\\]*)$"
 _NUMBERED_CELL = r"(?:^<|[/\\])ipython-input-(\d+)-[^/\\]*$"
 NOWHERE = CallSite((), None, -1)

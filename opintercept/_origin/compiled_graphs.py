@@ -1,7 +1,7 @@
 """The modules and lines of calls in code that torch.compile has made, read from the graphs behind that code.
 
 Invariant: what is kept holds names and lines, but no graph, module or frame. What a graph does not tell is None.
-Must not import torch or its compilers. All attributes of torch that this reads are private; if torch drops them, calls
+Must not import torch's compilers. All attributes of torch that this reads are private; if torch drops them, calls
 in compiled code have no module and no line.
 """
 
@@ -19,6 +19,7 @@ from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opintercept._core.call_site import CallSite
+from opintercept._origin.sources import Source, parse
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +35,6 @@ _LINE_COMMENT = r"\s*# File: (.+):(\d+) in (.+?), code: "
 _CALL = r"\s*(\w+)(?:: [^=]*?)? = torch\.ops\.([\w.]+)\((.*)\)(?:;.*)?$"
 _ITEM = r"\s*(\w+)(?:: [^=]*?)? = (\w+)\[\d+\](?:;.*)?$"
 _NAME = r"\b[A-Za-z_]\w*\b"
-_BASE = r"([LG])\['(\w+)'\]((?:\.\w+|\._modules\['\w+'\])*)$"
 
 # Functions that multiply, by their names in a graph of Dynamo or AOTAutograd.
 _PRODUCTS = (
@@ -55,15 +55,16 @@ _SUMS = ("addmm", "baddbmm", "bias_addmm", "_mm_plus_mm")  # kernels that may in
 class Trace(NamedTuple):
     """Where a call in a graph comes from."""
 
-    # The compiled function's name for the module that makes the call, `"L['self']"`; `""` if the function makes it
-    # outside of further modules; None if unknown.
-    base: str | None
-    path: tuple[str, ...]  # the attributes from there, or from the graph's own module, to the innermost module
+    # Where the compiled function has the module that makes the call; `()` if the function makes it outside of further
+    # modules; None if unknown.
+    source: Source | None
+    outermost: Source | None  # where it has the outermost module that it calls for this
+    path: tuple[str, ...]  # the attributes from the graph's own module, in graphs that do not say more
     kind: str  # the name of the innermost module's class
     line: tuple[str, int, str] | None  # the file, line number and function
 
 
-UNKNOWN = Trace(None, (), "", None)
+UNKNOWN = Trace(None, None, (), "", None)
 
 
 class Graph(NamedTuple):
@@ -158,13 +159,13 @@ def _trace(node: Any) -> Trace:
         return UNKNOWN._replace(line=line)
     stack = meta.get(key)
     if not stack:
-        return Trace("", (), "", line)
-    written, kind = list(stack.values())[-1]
-    found = re.match(_BASE, str(written))
-    if found is None:  # of torch.export and torch.fx, which write the qualified name
-        return UNKNOWN._replace(path=tuple(filter(None, str(written).split("."))), line=line)
-    path = tuple(part for part in re.findall(r"\w+", found[3]) if part not in ("_modules", "__self__"))
-    return Trace(f"{found[1]}['{found[2]}']", path, getattr(kind, "__name__", str(kind).rpartition(".")[2]), line)
+        return UNKNOWN._replace(source=(), line=line)
+    written = [(str(name), kind) for name, kind in stack.values()]
+    name, kind = written[-1]
+    source = parse(name)
+    if source is None:  # of torch.export and torch.fx, which write the qualified name
+        return UNKNOWN._replace(path=tuple(filter(None, name.split("."))), line=line)
+    return Trace(source, parse(written[0][0]), (), getattr(kind, "__name__", str(kind).rpartition(".")[2]), line)
 
 
 def _graph_of_dynamo(frame: FrameType) -> Graph | None:
@@ -295,10 +296,10 @@ def _in_backward_wrapper(frame: FrameType, graph: Graph | None) -> Trace:
         candidates = here if candidates is None else candidates & here
     else:
         line = None
-    places = {trace[:3] for trace in candidates or ()}
+    places = {trace._replace(line=None) for trace in candidates or ()}
     written = {trace.line for trace in candidates or ()}
-    told = next(iter(places)) if len(places) == 1 else UNKNOWN[:3]
-    return Trace(*told, next(iter(written)) if len(written) == 1 else line)
+    told = next(iter(places)) if len(places) == 1 else UNKNOWN
+    return told._replace(line=next(iter(written)) if len(written) == 1 else line)
 
 
 def _parse(text: str) -> tuple[dict[str, tuple[str, list[str]]], dict[str, tuple[str, int, str]], list[str]]:
@@ -344,13 +345,13 @@ class Around(NamedTuple):
     graph: Graph | None
     # The innermost and the outermost module around the compiled function; None outside of all modules.
     modules: tuple[weakref.ref[torch.nn.Module], weakref.ref[torch.nn.Module]] | None
-    bases: dict[str, weakref.ref[torch.nn.Module]]  # the modules that the function uses, by its names for them
+    bases: dict[Source, weakref.ref[torch.nn.Module]]  # the modules that the function has, by where it has them
     # The program's code that called a compiled module of torch itself, with its instruction; else None and -1.
     caller: tuple[CodeType | None, int]
 
     def place(self, aliases: tuple[str, ...], trace: Trace) -> GraphCallSite:
         """Return the place of one call. A graph has no line for a call that only modules of torch make."""
-        code, instruction = self.caller if trace.line is None and trace.base is not None else (None, -1)
+        code, instruction = self.caller if trace.line is None and trace.source is not None else (None, -1)
         return GraphCallSite(aliases, code, instruction, trace.line, self)
 
 

@@ -16,10 +16,11 @@ from opintercept._core.call import OpCall
 from opintercept._core.call_site import NOWHERE, CallSite
 from opintercept._core.errors import OpInterceptWarning, caller_level
 from opintercept._core.record import Phase
-from opintercept._origin import compiled_graphs
+from opintercept._origin import compiled_graphs, sources
 from opintercept._origin.autocast import autocast_above, autocast_below
 from opintercept._origin.links import Link, Links, address, grad_of
 from opintercept._origin.names import Labels, running_part, tells_parts
+from opintercept._origin.sources import Source
 from opintercept._origin.stack import OUTER_CALL, Walked, frame_of, is_users, module_of
 
 
@@ -31,11 +32,16 @@ def _is_dynamos(module: object) -> bool:
     return hasattr(module, "compile_subgraph_reason")  # Dynamo's own, which the program does not have
 
 
-def _called(frame: FrameType, base: str) -> torch.nn.Module | None:
-    """Return the module that a frame has under a local or global name, which graphs write L['self'] or G['model']."""
-    found = (frame.f_locals if base[0] == "L" else frame.f_globals).get(base[3:-2])
-    module = getattr(found, "__self__", found)  # torch 2.15 names the method that `Module.compile` has compiled
-    return module if isinstance(module, torch.nn.Module) and not _is_graph(module) else None
+def _bases(trace: compiled_graphs.Trace, frame: FrameType) -> dict[Source, weakref.ref[torch.nn.Module]]:
+    """Find modules in a frame from which a trace's module can be found; none if the frame is not of its function."""
+    found = {}
+    for source in (trace.source, trace.outermost):
+        base = sources.find(source, frame) if source else None
+        if base is not None and not _is_graph(base[1]):
+            found[base[0]] = weakref.ref(base[1])
+        elif source is trace.source:
+            return {}
+    return found if type(sources.at(trace.source, found)).__name__ == trace.kind else {}
 
 
 class _Stack:
@@ -76,13 +82,14 @@ class _Stack:
         made = frame_of(code)
         if made is None:
             return NOWHERE
-        own = outermost = base = None  # modules of the program around the compiled function
+        own = outermost = None  # modules of the program around the compiled function
+        bases: dict[Source, weakref.ref[torch.nn.Module]] = {}
         caller: tuple[CodeType | None, int] | None = None
         trace, graph = compiled_graphs.forward(made)
         frame = made.f_back
         while frame is not None:
-            if base is None and trace.base:
-                base = _called(frame, trace.base)
+            if not bases and trace.source:
+                bases = _bases(trace, frame)
             if frame.f_code is OUTER_CALL and (outer := module_of(frame)) is not None and not _is_graph(outer):
                 own, outermost = outer if own is None else own, outer
             if caller is None and is_users(frame.f_code):
@@ -91,9 +98,8 @@ class _Stack:
         runs = made.f_locals.get("self")
         programs = graph is None and (own is None or _is_graph(runs)) and not (_is_dynamos(root) or _is_dynamos(runs))
         if programs and module is not None and root is not None:  # a GraphModule that the program has made
-            path = trace.path if runs is module and trace.base is None else ()  # not in a module that the graph calls
+            path = trace.path if runs is module and trace.source is None else ()  # not in a module that the graph calls
             return CallSite(self._labels.below(root, module, path), None, -1, trace.line)
-        bases = {} if base is None or trace.base is None else {trace.base: weakref.ref(base)}
         around = None if own is None or outermost is None else (weakref.ref(own), weakref.ref(outermost))
         there = compiled_graphs.Around(graph, around, bases, caller or (None, -1))
         return there.place(self._names_of(trace, there, phase == "recompute"), trace)
@@ -101,18 +107,18 @@ class _Stack:
     def _names_of(
         self, trace: compiled_graphs.Trace, there: compiled_graphs.Around, again: bool = False
     ) -> tuple[str, ...]:
-        own, root = (None, None) if there.modules is None else (ref() for ref in there.modules)
-        if trace.base == "":
-            if there.modules is None:
-                return ("",)
-            module = own
+        if trace.source == () and there.modules is None:
+            return ("",)
+        around = [] if there.modules is None else [ref() for ref in there.modules]
+        if trace.source == ():
+            module = around[0]
         else:
-            base = module = there.bases[trace.base]() if trace.base in there.bases else None
-            root = base if root is None else root
-            for part in trace.path:
-                module = None if module is None else module._modules.get(part)
+            module = sources.at(trace.source, there.bases)
             if type(module).__name__ != trace.kind:
                 return ()
+        # What torch.compile has returned, the outermost one, may be gone. Without any, the function's own call counts.
+        roots = reversed(around) if around else [sources.at(trace.outermost, there.bases)]
+        root = next((root for root in roots if root is not None), None)
         if module is None or root is None:
             return ()
         return (self._labels.recomputed(module) if again else None) or self._labels.registered(root, module) or ()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import itertools
 import textwrap
+import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -11,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sampled
 import torch
 import torch._inductor.config
 from compiler import needs_compiler
+from models import MODELS, inputs_of
 from native import run_python
 from nets import IN_PAIR, Discriminator, Generator, record
 from torch import Tensor, nn
@@ -149,6 +154,130 @@ def test_nothing_is_said_at_the_end_of_a_program_with_compiled_code() -> None:
     assert not any(
         "Exception ignored" in line for line in said
     )  # torch 2.15 frees compiled code only while its modules are there
+
+
+def decorated(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    return wrapper
+
+
+class Decorated(nn.Module):
+    """Its forward is in a decorator, as in models of transformers, and Dynamo has the model as `L['args'][0]`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict(
+            {"a b": nn.Sequential(nn.Linear(4, 16), Encoder()), "in": nn.Sequential(nn.Linear(4, 4))}
+        )
+        self.own = [self.layers["in"]]
+
+    @decorated
+    def forward(self, x: Tensor) -> Any:
+        return self.own[0](self.layers["a b"](x)).tanh()
+
+
+class Held:
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs)
+
+
+def in_place(model: Any, **options: Any) -> Any:
+    model.compile(**options)
+    return model
+
+
+def by_method(model: Any, **options: Any) -> Any:
+    model.forward = torch.compile(model.forward, **options)
+    return model
+
+
+def layers(model: Any, **options: Any) -> Any:
+    for each in model.modules():
+        if isinstance(each, (nn.ModuleList, nn.ModuleDict)):
+            for part in each.children():
+                part.compile(**options)
+            break
+    return model
+
+
+def breaking(model: Any, **options: Any) -> Any:
+    last = [each for each in model.modules() if isinstance(each, nn.Linear)][-1]
+    last.register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
+    return torch.compile(model, **options)
+
+
+def function(model: Any, **options: Any) -> Any:
+    run = torch.compile(lambda held, *args, **kwargs: held["model"](*args, **kwargs), **options)
+    return functools.partial(run, {"model": model})
+
+
+def keyword(model: Any, **options: Any) -> Any:
+    run = torch.compile(lambda *args, **kwargs: kwargs["its"](*args, **kwargs["given"]), **options)
+    return lambda *args, **kwargs: run(*args, its=model, given=kwargs)
+
+
+def partial(model: Any, **options: Any) -> Any:
+    return torch.compile(functools.partial(lambda its, *args, **kwargs: its(*args, **kwargs), model), **options)
+
+
+# Ways to compile a model, with which Dynamo has it in different places.
+WAYS: dict[str, Callable[..., Any]] = {
+    "whole": torch.compile,
+    "dynamic": functools.partial(torch.compile, dynamic=True),
+    "in place": in_place,
+    "by its method": by_method,
+    "layers": layers,
+    "graph breaks": breaking,
+    "function": function,
+    "keyword": keyword,
+    "partial": partial,
+    "closure": lambda model, **options: torch.compile(lambda *args, **kwargs: model(*args, **kwargs), **options),
+    "method": lambda model, **options: torch.compile(Held(model).run, **options),
+}
+
+
+@as_in_2_13
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_a_model_has_the_names_of_eager_code_however_it_is_compiled(way: Callable[..., Any], backend: str) -> None:
+    torch._dynamo.reset()
+    model, x = Decorated(), torch.randn(2, 4, 4)
+    eager = places(lambda: model(x).sum().backward())
+    assert eager.total() > 20
+    compiled = way(model, backend=backend)
+    compiled(x)  # what is compiled before the block has names too
+    assert [places(lambda: compiled(x).sum().backward()) for _ in range(2)] == [eager] * 2
+
+
+CASES = list(itertools.product(MODELS, WAYS, (True, False)))
+
+
+@as_in_2_13
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "way", "train"), [case for case in CASES if sampled.picks(str(case), 8)])
+def test_compiled_models_of_transformers_have_the_names_of_eager_code(name: str, way: str, train: bool) -> None:
+    torch._dynamo.reset()
+    model = MODELS[name]().train(train)
+    vars(model)["forward"] = types.MethodType(decorated(type(model).forward), model)
+    inputs = inputs_of(model)
+
+    def run(model: Any) -> None:
+        with torch.set_grad_enabled(train):
+            loss = model(**inputs).loss
+            if train:
+                loss.backward()
+
+    eager = places(lambda: run(model))
+    assert eager.total() > 10
+    compiled = WAYS[way](model, backend="eager")
+    assert places(lambda: run(compiled)) == eager
 
 
 @as_in_2_13
