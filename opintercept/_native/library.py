@@ -20,6 +20,7 @@ import torch
 from opintercept._core.errors import OpInterceptError
 from opintercept._core.fork import in_child
 from opintercept._native import build
+from opintercept._origin import stack
 
 SWITCH = "OPINTERCEPT_COMPILED"
 """An environment variable; `0` keeps `find` from looking."""
@@ -83,6 +84,17 @@ def need() -> Any:
                 found = Library(build.load_library(path), path)
             known = found
         return found.module
+
+
+def script() -> str:
+    """What TorchScript runs on this thread, see `stack.script`. Any engine may ask, so that all tell the same names."""
+    module = find().module
+    if module is not None:
+        stack.script = module.script
+    return "" if module is None else str(module.script())
+
+
+stack.script = script
 
 
 def reject(reason: str) -> None:

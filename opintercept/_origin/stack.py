@@ -56,7 +56,7 @@ def in_checkpoint() -> bool:
 _users: dict[int, tuple[CodeType, bool]] = {}
 atexit.register(_users.clear)  # torch 2.15 fails at compiled code that goes after torch's modules
 script: Callable[[], str] = str
-"""What TorchScript runs on this thread, as in `stack.cpp`; `""` for want of compiled kernels."""
+"""What TorchScript runs on this thread, as in `stack.cpp`; `""` where the library in C++ was never built."""
 Walked: TypeAlias = tuple[torch.nn.Module | None, torch.nn.Module | None, CodeType | None, int]
 """The innermost and the outermost module, and the program's code with its instruction; None and -1 without them."""
 

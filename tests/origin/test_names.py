@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from compiler import BELOW, LEVELS, needs_compiler
+from native import library, run_python
 from nets import FORWARD, IN_PAIR, Discriminator, Generator, Model, Pair, record
 from threads import run_threads
 from torch import Tensor, nn
@@ -149,6 +151,27 @@ def test_backward_calls_of_a_traced_module_have_the_names_of_its_layers() -> Non
     traced = torch.jit.trace(Tower(), torch.ones(2, 4))
     records = record(lambda: traced(torch.ones(2, 4)).sum().backward(), engine="compiled")
     assert {r.module for r in records if r.phase == "backward"} == set(IN_TOWER)
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("engines", [("kernel", "compiled"), ("mode", "kernel"), ("compiled", "mode", "kernel")])
+def test_names_in_a_traced_module_depend_on_no_engine_and_on_none_that_ran_before(engines: tuple[str, ...]) -> None:
+    library()
+    program = f"""
+        import torch
+        from opintercept import hooks, intercept
+
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU(), torch.nn.Linear(3, 3))
+        for module in torch.jit.trace(model, torch.ones(2, 3)), torch.jit.script(model):
+            for engine in {engines}:
+                recorder = hooks.Recorder()
+                with intercept(recorder, engine=engine):
+                    module(torch.ones(2, 3))
+                print(engine, [record.module for record in recorder.records])
+    """
+    expected = [f"{engine} ['0', '2']" for engine in engines]
+    assert run_python(textwrap.dedent(program)) == expected * 2
 
 
 def names_of(*programs: Callable[[Tensor], Any], **options: Any) -> list[list[str | None]]:
