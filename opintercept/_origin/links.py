@@ -410,8 +410,10 @@ def grad_of(operands: Iterable[int], left: int, link: Link) -> tuple[str | None,
     The gradient of one operand is a product with the other, which autograd has saved. If G is the gradient of the
     output, that of lhs is `G @ rhs.T` and that of rhs is `lhs.T @ G`. For a column-major operand, autograd swaps the
     factors and transposes the product (`mm_mat1_backward` in FunctionsManual.cpp). `operands` are the addresses of the
-    backward call's tensors, and `left` that of its left operand.
+    backward call's tensors, and `left` that of its left operand, 0 without one.
     """
+    if left == 0:
+        return None, False  # not a product: `add_` may find an operand that was freed where its own tensor is
     row = row_of(link.op)
     roles = row.roles
     if "lhs" not in roles or "rhs" not in roles or row.family == "convolution":

@@ -559,3 +559,10 @@ def test_calls_on_a_device_come_from_where_they_come_from_on_the_cpu(
     found = differences()[engine]
     assert len(found) >= 13
     assert {program: lines for program, lines in found.items() if lines} == {}
+
+
+def test_a_backward_call_that_is_no_product_computes_no_operands_gradient() -> None:
+    # It may find an operand that was freed where its own tensor is now.
+    link = Link(0, "aten::mm", 0, (100, 200), True, True, (0, 1))
+    assert grad_of((300, 200), 300, link) == ("lhs", False)
+    assert grad_of((300, 200), 0, link) == (None, False)

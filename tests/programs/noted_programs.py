@@ -51,6 +51,13 @@ OPS: tuple[Any, ...] = (
     ("matmul", "convolution"),
     ("aten::add", "aten::sub", "aten::mul"),
 )
+# Ways to keep what autograd saves: as it is, as a copy, to be copied when it is used, and in another dtype.
+PACKING: tuple[tuple[Callable[[Any], Any], Callable[[Any], Any]], ...] = (
+    (lambda x: x, lambda x: x),
+    (torch.clone, lambda x: x),
+    (lambda x: x, torch.clone),
+    (lambda x: (x.dtype, x.double()), lambda packed: packed[1].to(packed[0])),
+)
 FAILURES = (RuntimeError, IndexError, ValueError, TypeError)
 
 
@@ -240,6 +247,33 @@ class World:
                     with suppress(*FAILURES):  # gradients of gradients may be of no use
                         total.backward()
                 self.see(*(each.grad for each in model.parameters()))
+
+    def hooked(self, depth: int) -> None:
+        """Run a model with hooks on tensors, on modules and on what autograd saves, some of which multiply."""
+        model = self.draw.choice(self.models)
+        x = torch.randn(3, next(model.parameters()).size(-1), requires_grad=self.draw.random() < 0.5)
+
+        def multiply(*given: Any) -> None:
+            grads = [each for each in given if isinstance(each, Tensor)]
+            self.see(*(each.detach() @ each.detach().mT for each in grads))
+
+        handles = []
+        for module in self.draw.sample([*model.modules()], 1):
+            handles += [
+                module.register_forward_hook(lambda _, given, output: multiply(*given)),
+                module.register_full_backward_hook(lambda _, own, grads: multiply(*own, *grads)),
+                self.draw.choice([*model.parameters()]).register_hook(lambda grad: grad * 2),
+            ][: self.draw.randint(0, 3)]
+        for _ in range(self.draw.choice((1, 2, 3))):
+            with suppress(*FAILURES):
+                with torch.autograd.graph.saved_tensors_hooks(*self.draw.choice(PACKING)):
+                    y = model(x)
+                    z = y @ y.mT if self.draw.random() < 0.5 else y
+                z.register_hook(lambda grad: grad @ grad.mT @ grad if grad.dim() == 2 else None)
+                z.sum().backward(create_graph=self.draw.random() < 0.2)
+            self.see(*(each.grad for each in model.parameters()))
+        for handle in handles:
+            handle.remove()
 
     def vmap(self, depth: int) -> None:
         x, y = torch.randn(3, 4, 4), torch.randn(4, 4)
@@ -469,6 +503,7 @@ ACTIONS = {
     "multiply": 30,
     "attention": 6,
     "model": 12,
+    "hooked": 6,
     "elementwise": 4,
     "vmap": 1,
     "new_model": 3,
@@ -591,8 +626,6 @@ def _parted(one: Any, other: Any, path: str = "") -> Iterator[str]:
             yield from _parted(left, right, f"{path}[{number}]")
     elif isinstance(one, dict) and isinstance(other, dict):
         parted = [name for name in one if repr(one[name]) != repr(other[name])]
-        if parted == ["grad_of"] and None in (one["grad_of"], other["grad_of"]):
-            return  # an address tells, and that of a copy, as autocast makes, tells by chance
         yield f"{path} {one['op']}: " + "; ".join(f"{name} {one[name]} against {other[name]}" for name in parted)
     else:
         yield f"{path}\n  kernel:   {str(one)[-900:]}\n  compiled: {str(other)[-900:]}"
