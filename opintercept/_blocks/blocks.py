@@ -24,19 +24,20 @@ def enter_block(block: Block) -> None:
         return
     if block.watcher.pipeline.links is not None:
         block.watcher.pipeline.links.begin()
-    greenlets.follow()
+    greenlets.follow(block)
     block.watcher.engine.enter(block)
 
 
 def leave_block(block: Block) -> None:
     """Take a block out of the engine that feeds it, and refuse to leave others inside of it. Can be repeated."""
     first, later = not block.left, _later(block)
-    if block.pauses:
-        _scope.leave(block)
-    else:
-        block.watcher.engine.leave(block)
-    if not _scope.current().blocks:
-        greenlets.unfollow()
+    try:
+        if block.pauses:
+            _scope.leave(block)
+        else:
+            block.watcher.engine.leave(block)
+    finally:
+        greenlets.unfollow(block)
     if first and later:
         raise OpInterceptError(
             f"blocks must be left in the reverse of the order in which they were entered, but {later} entered later "

@@ -279,7 +279,7 @@ class Block:
         mode: The torch mode that shows the block its calls, if its engine uses one.
         graph_task: The autograd graph task in which it was entered, -1 for none.
         pid: The process that entered it. A forked child ignores its parent's blocks.
-        in_task: Whether a task of an event loop entered it. Then it belongs to the task.
+        in_task: Whether a task of an event loop, or a greenlet, entered it. Then it belongs to that one alone.
         left: Whether it is over, even if a scope still lists it.
     """
 
@@ -300,7 +300,11 @@ class Block:
 
 
 def _in_task() -> bool:
-    """Whether an event loop is running in this thread: asyncio's, which anyio uses too, or trio's."""
+    """Whether a context of its own runs in this thread: that of a greenlet or of asyncio, which anyio uses, or trio."""
+    greenlet: Any = sys.modules.get("greenlet")
+    # A thread's own greenlet has no parent. Its blocks are the thread's, and see all greenlets.
+    if getattr(greenlet, "GREENLET_USE_CONTEXT_VARS", False) and greenlet.getcurrent().parent is not None:
+        return True
     running_loop = getattr(sys.modules.get("asyncio"), "_get_running_loop", None)  # may be half imported
     if running_loop is not None and running_loop() is not None:
         return True

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
+import functools
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -13,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiler import COMPILED, LEVELS
+from compiler import ALL_ENGINES, COMPILED, LEVELS
 from threads import run_threads
 
 from opintercept import OpCall, OpInterceptError, hooks, intercept
@@ -307,6 +309,113 @@ def test_anyio_carries_blocks_too() -> None:
         return found
 
     assert anyio.run(main) == {rows: [rows] * 2 for rows in range(1, 6)}
+
+
+@pytest.mark.parametrize("options", ALL_ENGINES)
+def test_greenlets_that_interleave_hold_blocks_of_their_own(options: dict[str, Any]) -> None:
+    greenlet = pytest.importorskip("greenlet")
+    found: dict[int, list[int]] = {}
+
+    def work(rows: int) -> None:
+        recorder = hooks.Recorder()
+        with intercept(recorder, **options) as watch:
+            product(rows)
+            greenlet.getcurrent().parent.switch()
+            with watch.paused():
+                greenlet.getcurrent().parent.switch()
+                product(99)
+            product(rows)
+        found[rows] = rows_of(recorder)
+
+    outer = hooks.Recorder()
+    with intercept(outer, **options):  # of the thread, so that it sees all of them
+        workers = [greenlet.greenlet(work) for _ in range(3)]
+        for number, each in enumerate(workers, 1):
+            each.switch(number)
+        product(50)
+        for _ in range(2):
+            for each in workers:
+                each.switch()
+    assert found == {rows: [rows] * 2 for rows in (1, 2, 3)}
+    assert rows_of(outer) == [1, 2, 3, 50, 99, 1, 99, 2, 99, 3]
+    assert greenlet.gettrace() is None
+
+
+def test_a_greenlet_that_is_given_the_context_of_a_block_is_seen_there() -> None:
+    greenlet = pytest.importorskip("greenlet")
+    found: list[list[int]] = []
+
+    def spawn(function: Callable[[], Any]) -> None:
+        child = greenlet.greenlet(function)
+        child.gr_context = contextvars.copy_context()  # as gevent does
+        child.switch()
+
+    def work() -> None:
+        recorder = hooks.Recorder()
+        with intercept(recorder):
+            spawn(lambda: product(2))
+            greenlet.greenlet(lambda: product(99)).switch()
+        found.append(rows_of(recorder))
+
+    greenlet.greenlet(work).switch()
+    assert found == [[2]]
+
+
+@pytest.mark.parametrize("options", ALL_ENGINES)
+@pytest.mark.parametrize("seed", range(5))
+def test_each_greenlet_sees_its_own_calls_whatever_they_do(seed: int, options: dict[str, Any]) -> None:
+    """Greenlets that nest blocks, pause them, fail in them and switch in hooks, in an order drawn at random."""
+    greenlet = pytest.importorskip("greenlet")
+    by_kernels = options.get("engine") != "mode" and "level" not in options
+    draw, main = random.Random(seed), greenlet.getcurrent()
+    workers: list[Any] = []
+
+    def switch() -> None:
+        alive = [each for each in workers if not each.dead and each is not greenlet.getcurrent()]
+        if alive and draw.random() < 0.5:
+            draw.choice(alive).switch()
+
+    def multiply(rows: int, seeing: list[list[int]]) -> None:
+        for expected in seeing:
+            expected.append(rows)
+        product(rows)
+
+    def act(rows: int, seeing: list[list[int]], depth: int) -> None:
+        for _ in range(draw.randint(2, 5)):
+            kind = draw.choice(("multiply", "switch", "block", "pause", "fail"))
+            if kind == "multiply" or depth == 3:
+                multiply(rows, seeing)
+            elif kind == "switch":
+                switch()
+            elif kind == "block":
+                seen, expected = [], []  # type: ignore[var-annotated]
+
+                def hook(call: OpCall, seen: list[int] = seen) -> None:
+                    seen.append(call.output.shape[0])
+                    if by_kernels:  # torch takes a mode off its thread's stack while a hook of it runs
+                        switch()
+                    product(999)
+
+                with intercept(hook, **options) as watch:
+                    act(rows, [*seeing, expected], depth + 1)
+                    with watch.paused():
+                        act(rows, seeing, depth + 1)
+                checks.append((rows, seen, expected))
+            elif kind == "fail":
+                with contextlib.suppress(ZeroDivisionError), intercept(hooks.Recorder(), **options):
+                    multiply(rows, seeing)
+                    switch()
+                    raise ZeroDivisionError
+
+    checks: list[tuple[int, list[int], list[int]]] = []
+    for rows in range(1, 6):
+        workers.append(greenlet.greenlet(functools.partial(act, rows, [], 0)))
+    while alive := [each for each in workers if not each.dead]:
+        draw.choice(alive).switch()
+    assert greenlet.getcurrent() is main
+    assert checks
+    assert [(rows, seen) for rows, seen, _ in checks] == [(rows, expected) for rows, _, expected in checks]
+    assert greenlet.gettrace() is None
 
 
 @pytest.mark.parametrize("options", [{}, COMPILED])

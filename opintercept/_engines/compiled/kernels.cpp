@@ -267,8 +267,7 @@ PyTypeObject HeadType = {PyVarObject_HEAD_INIT(nullptr, 0) "opintercept._engines
 
 struct Inside { // puts the scope for an operator's inner steps in place
   Call* call;
-  PyObject* before;
-  explicit Inside(Call* c) : call(c), before(hidden_here) {
+  explicit Inside(Call* c) : call(c) {
     if (call->inner) {
       hidden_here = nullptr;
       ThreadLocalPythonObjects::set(KEY, call->inner);
@@ -277,7 +276,7 @@ struct Inside { // puts the scope for an operator's inner steps in place
   ~Inside() {
     if (call->inner) {
       ThreadLocalPythonObjects::set(KEY, call->hidden);
-      hidden_here = before;
+      hidden_here = call->hidden->ptr(getPyInterpreter());
     }
   }
 };

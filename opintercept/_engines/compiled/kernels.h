@@ -58,9 +58,9 @@ PyObject* object_of(const ScopePtr& scope); // borrowed
 bool in_backward(); // whether autograd runs a graph
 bool is_cast(const at::Tensor* lhs); // `_origin.autocast.autocast_below`
 
-// Puts the scope for hooks in place of that of the thread.
+// Puts the scope for hooks in place of that of the thread. Hooks of several greenlets of a thread may run by turns, so
+// that nothing here goes back to what was there before: that may have been freed.
 struct Hidden {
-  PyObject* before = hidden_here;
   const ScopePtr& scope;
 
   Hidden(const ScopePtr& hidden, PyObject* object, const ScopePtr& now) : scope(now) {
@@ -68,7 +68,7 @@ struct Hidden {
     hidden_here = object;
   }
   ~Hidden() {
-    hidden_here = before;
+    hidden_here = nullptr;
     at::impl::ThreadLocalPythonObjects::set(KEY, scope);
   }
   Hidden(const Hidden&) = delete;
