@@ -104,10 +104,9 @@ class _Body:
     __exit__ = exits.Exit(lambda self: self)
 
     def begin(self) -> None:
-        self._watcher.renew()
+        outside.enter(self, self._watcher)
         self._watcher.engine.hold(self, self._watcher)
         self._watcher.pipeline.enter(self)
-        outside.enter(self, self._watcher)
 
     def check(self) -> None:
         pass  # a body may end anywhere

@@ -221,7 +221,6 @@ class _Stay:
     def begin(self) -> None:
         self._block = block = Block(self._watcher, self)
         self._watcher.pipeline.enter(block)
-        self._watcher.renew()
         outside.enter(block, self._watcher)
         enter_block(block)
 

@@ -5,11 +5,13 @@ A new engine is one file with a subclass of `Engine`; `choose.ENGINES` makes it 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import operator
 import os
 import sys
+import threading
 from collections.abc import Callable, Container, Mapping
 from typing import Any, ClassVar, Protocol, TypeAlias
 
@@ -18,9 +20,10 @@ import torch
 from opintercept._core import record
 from opintercept._core.errors import OpInterceptError
 from opintercept._core.exits import Entry
+from opintercept._core.fork import in_child
 from opintercept._core.noted import Ring
 from opintercept._core.pipeline import Pipeline
-from opintercept._engines import foreign
+from opintercept._engines import foreign, overloads
 from opintercept._native import library
 from opintercept._ops.patched_functions import is_patched
 from opintercept._ops.select import ALL, PRODUCTS, patched_of, split
@@ -84,13 +87,22 @@ class Engine(Protocol):
         """A value that changes when families may have come to hold other operators."""
         return ROWS.version
 
-    def everything(self) -> Keys:
-        """What `ops="all"` watches; None for whatever comes."""
+    def everything(self, among: frozenset[str] | None = None) -> Keys:
+        """What `ops="all"` watches, or what of these overloads; None for whatever comes."""
         return None
 
-    def of_families(self, families: tuple[str, ...]) -> Any:
-        """What to watch of whole families. It is asked once for each version."""
+    def of_families(self, families: tuple[str, ...], among: frozenset[str] | None = None) -> Any:
+        """What to watch of whole families, or what of these overloads. The first is asked once for each version."""
         return frozenset()
+
+    def late(self, ops: Any, among: frozenset[str]) -> Any:
+        """What `keys` returns now and may not have returned before these overloads came."""
+        chosen = split(ops)
+        found = _choose_families(self, chosen.families, chosen.without, among)
+        for entry in () if chosen.everything else chosen.entries:
+            with contextlib.suppress(ValueError):  # it has gone
+                found = found if is_patched(entry) else found | self.named([entry])
+        return found
 
     def named(self, entries: list[Any]) -> Any:
         """What to watch for other entries of `ops`. Raises as `keys` does."""
@@ -129,6 +141,10 @@ class Engine(Protocol):
         """Undo `hold`. Can be repeated."""
         return
 
+    def extend(self, user: object, watcher: Watcher) -> None:
+        """Show a user that has entered or holds the engine what its watcher has come to watch meanwhile."""
+        return
+
     @property
     def walk(self) -> Callable[[], stack.Walked]:
         """What reads the Python stack for a call."""
@@ -147,10 +163,16 @@ class Engine(Protocol):
 @functools.lru_cache(maxsize=32)
 def _of_families(engine: Engine, families: tuple[str, ...], without: tuple[str, ...], version: Any) -> Any:
     # All blocks get the same object: kernels know by its identity what is installed.
-    keys = engine.everything() if ALL in families else engine.of_families(families)
+    return _choose_families(engine, families, without, None)
+
+
+def _choose_families(
+    engine: Engine, families: tuple[str, ...], without: tuple[str, ...], among: frozenset[str] | None
+) -> Any:
+    keys = engine.everything(among) if ALL in families else engine.of_families(families, among)
     if not without:
         return keys
-    left_out = engine.of_families(without)
+    left_out = engine.of_families(without, among)
     if keys is None:
         return AllBut(left_out)
     if isinstance(keys, Mapping):
@@ -165,11 +187,33 @@ class AllBut(Container[Any]):
         left_out: Those.
     """
 
-    def __init__(self, left_out: Container[Any]) -> None:
+    def __init__(self, left_out: Any) -> None:
         self._left_out = left_out
 
     def __contains__(self, key: object) -> bool:
         return key not in self._left_out
+
+    def __or__(self, late: AllBut) -> AllBut:
+        """This, less what is left out of operators that came later."""
+        left_out = _more(self._left_out, late._left_out)  # noqa: SLF001
+        return self if left_out is self._left_out else AllBut(left_out)
+
+
+def _more(keys: Any, late: Any) -> Any:
+    """`keys` with what `late` has besides; the same object if that is nothing."""
+    if isinstance(keys, AllBut):
+        return keys | late
+    return keys if keys is None or all(key in keys for key in late) else keys | late
+
+
+lock = threading.RLock()  # reentrant: a signal handler may enter a block while its thread enters one
+"""Held while what watchers watch changes, and while an engine gets ready to show it. Before that of the kernels."""
+
+
+@in_child
+def _forget_parent() -> None:
+    global lock
+    lock = threading.RLock()
 
 
 class Watcher:
@@ -228,19 +272,45 @@ class Watcher:
         self.skipped: Any = frozenset()
         if chosen == (("matmul",), [], ()) and not Watcher.told_of_convolutions:
             self.skipped = self.engine.skipped()
+        self._show(keys)
+
+    def _show(self, keys: Any) -> None:
         self.keys: Keys = keys
         self.shown: Keys = keys
         if keys is not None:
             self.shown = _join(keys, self.skipped, self.unknown)
-        if self.unknown and keys is not None:
+        if self.unknown and keys is not None and self._tells is None:
             self._tells = Pipeline((foreign.Tell(self.pipeline),), signature_of=self.engine.signature_of)
 
     def renew(self) -> None:
         """Watch what has come since: a library may register its operators after the interceptor was made."""
-        foreign.look()
-        come = self._chosen_at != self.engine.version(self._families)
-        if come or (self.skipped and Watcher.told_of_convolutions):
-            self._choose()
+        with lock:
+            foreign.look()
+            come = self._chosen_at != self.engine.version(self._families)
+            if come or (self.skipped and Watcher.told_of_convolutions):
+                self._choose()
+
+    def follow(self, come: frozenset[str], gone: frozenset[str]) -> bool:
+        """Watch what has come while it is entered. `renew` would do so too, but looks at all operators.
+
+        Args:
+            come: Overloads that have come, have got kernels or have been declared.
+            gone: Overloads whose library was unloaded.
+
+        Returns:
+            Whether what a scope knows of its operators no longer holds.
+        """
+        chosen, before = split(self.ops), (self.keys, self.unknown, self.patched)
+        again = any(map(self.watched_by, come))
+        keys = _more(overloads.without(self.keys, gone), self.engine.late(self.ops, come))
+        with contextlib.suppress(ValueError):  # a function that `ops` names is no longer declared
+            self.patched = patched_of(chosen)
+        if "matmul" in chosen.families:
+            self.unknown = self.engine.unknown()
+        if keys is before[0] and (self.unknown, self.patched) == before[1:]:
+            return again
+        self._show(keys)
+        return True
 
     def watched_by(self, key: Any) -> Pipeline | None:
         """The pipeline for calls of `key`; None if nothing sees them."""

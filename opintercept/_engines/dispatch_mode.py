@@ -47,9 +47,9 @@ class DispatchModeEngine(ModeEngine):
         "torch._C._dispatch_find_schema_or_throw": overloads.find_schema,
     }
 
-    def of_families(self, families: tuple[str, ...]) -> frozenset[str]:
+    def of_families(self, families: tuple[str, ...], among: frozenset[str] | None = None) -> frozenset[str]:
         """All overloads, composites too: under inference_mode a dispatch mode gets them whole."""
-        found = frozenset(overloads.of_families(families, lambda: overloads.everything(())))
+        found = frozenset(overloads.of_families(families, lambda: overloads.everything((), among), among))
         return found | (HIGHER_ORDER if "matmul" in families else frozenset())
 
     def unknown(self) -> frozenset[str]:

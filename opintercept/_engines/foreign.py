@@ -9,7 +9,7 @@ import re
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -20,11 +20,19 @@ from opintercept._core.fork import in_child
 from opintercept._core.hook import Read
 from opintercept._core.pipeline import Pipeline
 from opintercept._core.tensors import is_tensor
-from opintercept._engines.overloads import Overloads, forget_unloaded, is_composite, note, successor
+from opintercept._engines.overloads import (
+    Overloads,
+    forget_unloaded,
+    is_composite,
+    is_runnable,
+    note,
+    registered,
+    successor,
+)
 from opintercept._ops import packs
 from opintercept._ops.op import bound, parameters_of
 from opintercept._ops.register import recheck
-from opintercept._ops.table import ROWS, exact, overloads
+from opintercept._ops.table import ROWS, exact, overloads, rows_for
 
 # Private. Where a torch lacks them, operators of other libraries that are not loaded before the first block are not
 # found, or none of those that nobody has declared.
@@ -56,8 +64,13 @@ _PLAIN = frozenset(sys.stdlib_module_names) | frozenset(
 )
 _LOOKS_LIKE = r"gemm|gemv|matmul|linear|attn|attention|mm(?![a-z])"
 
+# Where a library may have kernels for operators that another one has defined.
+_WITH_KERNELS = ("CPU", "CUDA", "CompositeExplicitAutograd")
+
 _lock = threading.RLock()  # reentrant: a signal handler may enter a block while its thread looks
 _seen: tuple[int, ...] = (0, 0, 0, 0)
+_counts: tuple[Any, ...] = ()
+_with_kernels: set[str] = set()
 _modules: frozenset[str] = frozenset()
 _known: frozenset[str] = frozenset()
 _unknown: Overloads = {}
@@ -88,6 +101,39 @@ def look() -> None:
         if gone or fresh or (now[1:] != _seen[1:] and (now[3] or _from_python() - _TORCH)):
             _scan(fresh)
         _modules, _seen = modules, now
+
+
+def arrive(names: Collection[str], gone: Collection[str]) -> None:
+    """Take in overloads that have come, and that others have gone, as `look` does with what it finds itself.
+
+    `ROWS.version` grows if that changes which products there are.
+    """
+    global _known
+    with _lock:
+        fresh = [name for name in names if not is_torchs(name)]
+        packs.load({name.partition("::")[0] for name in fresh})
+        _known = _known.union(fresh)
+        if gone or any(rows_for(name) or _looks_like_one(name) for name in fresh):
+            ROWS.changed()
+            recheck()
+
+
+def loaded() -> list[str]:
+    """The operators that a library in C++ may have brought since this was asked last, or of which it has kernels."""
+    global _counts, _with_kernels
+    count = len(_all_names()) if registrations is _loads else registrations()
+    counts = (count, *(len(registered(key)) for key in _WITH_KERNELS))
+    if counts == _counts:
+        return []
+    _counts = counts
+    others = [name for name in _all_names() if not is_torchs(name)]
+    before, _with_kernels = _with_kernels, {n for n in others if any(map(is_runnable, overloads(exact(n))))}
+    return [name for name in others if name not in _known or (name in _with_kernels and name not in before)]
+
+
+def may_register(module: str) -> bool:
+    """Whether a module in C++ may register operators, as far as its name tells."""
+    return module.partition(".")[0] not in _PLAIN
 
 
 def is_torchs(name: str) -> bool:

@@ -43,9 +43,9 @@ class FunctionModeEngine(ModeEngine):
         "torch._C._push_on_torch_function_stack": _push,
     }
 
-    def of_families(self, families: tuple[str, ...]) -> frozenset[Any]:
+    def of_families(self, families: tuple[str, ...], among: frozenset[str] | None = None) -> frozenset[Any]:
         """Functions of torch, and overloads that Python calls by themselves."""
-        return of_families(families, "function")
+        return of_families(families, "function", among)
 
     def skipped(self) -> frozenset[Any]:
         """As `of_families`."""

@@ -13,17 +13,19 @@ import itertools
 import operator
 import threading
 import time
+import warnings
+from collections import deque
 from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
 import torch
 
-from opintercept._core.errors import OpInterceptError
+from opintercept._core.errors import OpInterceptError, OpInterceptWarning, caller_level
 from opintercept._core.fork import in_child
 from opintercept._core.pipeline import run
 from opintercept._core.record import Phase
-from opintercept._engines import foreign
+from opintercept._engines import base, foreign
 from opintercept._engines import overloads as _overloads
 from opintercept._engines import scope as _scope
 from opintercept._engines.base import Block, Engine, Watcher
@@ -127,11 +129,12 @@ class KernelEngine(Engine):
         self.needs.setdefault("MulBackward0._saved_other", _find_marks() or None)
         super().require()
 
-    def of_families(self, families: tuple[str, ...]) -> Overloads:
+    def of_families(self, families: tuple[str, ...], among: frozenset[str] | None = None) -> Overloads:
         """The overloads that kernels can watch: those that reach BackendSelect whole and have no other kernel there."""
+        found = _overloads.of_families(families, functools.partial(self.everything, among), among)
         return {
             name: overload
-            for name, overload in sorted(_overloads.of_families(families, self.everything).items())
+            for name, overload in sorted(found.items())
             if row_of(name).kind == "leaf"
             and not _overloads.is_composite(overload)
             and _overloads.is_runnable(overload)
@@ -141,8 +144,10 @@ class KernelEngine(Engine):
         """As of every engine. Families that are no products also hold operators without a row."""
         return ROWS.version if set(families) <= set(PRODUCTS) else (ROWS.version, foreign.registrations())
 
-    def everything(self) -> Overloads:
+    def everything(self, among: frozenset[str] | None = None) -> Overloads:
         """As of every engine. Kernels in Python leave out `CONSTRUCTORS`."""
+        if among is not None:
+            return _overloads.everything(self.left_out.union(filter(KERNELS.selects_backend, among)), among)
         return _everything(self.left_out, ROWS.version, foreign.registrations())
 
     def named(self, entries: list[Any]) -> Overloads:
@@ -185,11 +190,17 @@ class KernelEngine(Engine):
         Raises:
             OpInterceptError: Other code has a kernel where ours would go, and it would not be called.
         """
-        KERNELS.hold(user, watcher.shown, self)  # type: ignore[arg-type]  # as `keys` gave them
+        with base.lock:
+            KERNELS.hold(user, watcher.shown, self)  # type: ignore[arg-type]  # as `keys` gave them
 
     def release(self, user: object) -> None:
         """End a `hold`. If it was the last and the process is quiet, remove the kernels. Can be repeated."""
         KERNELS.release(user)
+
+    def extend(self, user: object, watcher: Watcher) -> None:
+        """Install the kernels that a user lacks. Where other code has one already, a warning says so."""
+        if user in KERNELS.users:
+            KERNELS.hold(user, watcher.shown, self, late=True)  # type: ignore[arg-type]  # as `keys` gave them
 
     def installation(self, name: str, overloads: Overloads) -> Callable[[], Any]:
         """A callable that installs a kernel in one C call and returns the object that keeps it installed."""
@@ -216,13 +227,20 @@ class Kernels:
         self.makers: set[KernelEngine] = set()
         # Kernels in Python, by the overload's name. A library that is loaded again has other overloads.
         self._made: dict[str, tuple[torch._ops.OpOverload, Callable[..., Any]]] = {}
-        self._libraries: dict[str, torch.library.Library] = {}  # by namespace
+        # By namespace. An operator of another library has one of its own, which goes when that is unloaded.
+        self._libraries: dict[str, torch.library.Library] = {}
+        self._foreign: dict[str, torch._ops.OpOverload] = {}  # what has been installed of other libraries
         self._whole: dict[int, Overloads] = {}  # selections whose kernels are all installed, by identity
         self._threads_before: frozenset[str] = frozenset()
         self._last_maker: KernelEngine | None = None
+        self._told: set[str] = set()  # operators that have come late with a kernel in the place of ours
 
-    def hold(self, user: object, overloads: Overloads, maker: KernelEngine) -> None:
-        """Install the kernels that are missing, and keep all of them until `user` releases them."""
+    def hold(self, user: object, overloads: Overloads, maker: KernelEngine, late: bool = False) -> None:
+        """Install the kernels that are missing, and keep all of them until `user` releases them.
+
+        Where other code has a kernel in the place of ours, an error says so, or a warning where the program has brought
+        an operator `late`, into an open block.
+        """
         with self.lock:
             self.makers.add(maker)
             if self.installed and not self.users and self._last_maker is not maker:
@@ -237,13 +255,39 @@ class Kernels:
             others = set(_overloads.registered("BackendSelect")) if missing else set()
             taken = [name for name in missing if name in others and name not in self.installed]
             if taken:
-                raise OpInterceptError(
+                text = (
                     f"the dispatch key BackendSelect must be free, got kernels of other code for {', '.join(taken)}; "
                     f"{maker.instead}"
                 )
+                if not late:
+                    raise OpInterceptError(text)
+                missing = [name for name in missing if name not in taken]
+                if not self._told.issuperset(taken):
+                    self._told.update(taken)
+                    warnings.warn(text, OpInterceptWarning, stacklevel=caller_level())
             if missing:
                 self._install(missing, overloads, maker)
             self._whole[id(overloads)] = overloads
+
+    def forget_unloaded(self) -> frozenset[str]:
+        """Remove the kernels of operators whose library was unloaded, which would serve the next one of their name.
+
+        Nobody can be running one: torch has freed the operator's own kernels by now.
+        """
+        with self.lock:
+            gone = [name for name, overload in self._foreign.items() if not _overloads.is_there(overload)]
+            for name in gone:
+                self.withdraw(name)
+            return frozenset(gone)
+
+    def withdraw(self, name: str) -> None:
+        """Remove the kernel of an operator of another library, if it has one."""
+        with self.lock:
+            library = self._libraries.get(name)
+            resets = () if library is None or library.m is None else (library.m.reset,)
+            pops = [functools.partial(each.pop, name, None) for each in (self.installed, self._foreign)]
+            # In one C call, as `_install` does. Dropping a kernel in C++ removes it.
+            deque(map(operator.call, (self._whole.clear, *resets, *pops)), maxlen=0)
 
     def release(self, user: object) -> None:
         """End a `hold`."""
@@ -255,6 +299,7 @@ class Kernels:
     def _install(self, names: list[str], overloads: Overloads, maker: KernelEngine) -> None:
         self._last_maker = maker
         steps = {name: maker.installation(name, overloads) for name in names}
+        self._foreign.update({name: overloads[name] for name in names if not foreign.is_torchs(name)})
         # A single C call installs each kernel and stores it, so that no interrupt comes in between. It skips names
         # that a signal handler has stored meanwhile.
         new, again = itertools.tee(itertools.filterfalse(self.installed.__contains__, steps))
@@ -267,9 +312,10 @@ class Kernels:
         if known is not overload or kernel is None:
             kernel = _make_kernel(name, overload)
             self._made[name] = overload, kernel
-        library = self._libraries.get(overload.namespace)
+        place = overload.namespace if foreign.is_torchs(name) else name
+        library = self._libraries.get(place)
         if library is None:
-            library = self._libraries[overload.namespace] = torch.library.Library(overload.namespace, "IMPL")
+            library = self._libraries[place] = torch.library.Library(overload.namespace, "IMPL")
         # The C++ method below `Library.impl`, which also keeps records in Python.
         return functools.partial(library.m.impl, name, "BackendSelect", kernel, True)  # type: ignore[union-attr]
 
@@ -281,9 +327,8 @@ class Kernels:
         resets = [library.m.reset for library in self._libraries.values() if library.m is not None]
         run_if_quiet(_kernel_code, self._threads_before, (self._whole.clear, *resets, self.installed.clear))
 
-    def selects_backend(self, overload: torch._ops.OpOverload) -> bool:
+    def selects_backend(self, name: str) -> bool:
         """Whether other code has a kernel where ours would go, as torch has for factories, which choose a device."""
-        name = overload.name()
         with self.lock:  # another thread may be installing ours
             return name not in self.installed and bool(_has_kernel(name, "BackendSelect"))
 
@@ -331,7 +376,7 @@ def _unknown(version: int) -> Overloads:
     return {
         name: overload
         for name, overload in foreign.unknown().items()
-        if not KERNELS.selects_backend(overload) and _overloads.is_runnable(overload)
+        if not KERNELS.selects_backend(name) and _overloads.is_runnable(overload)
     }
 
 
@@ -341,7 +386,7 @@ def _passed(version: int) -> Overloads:
 
 
 def _why_not(overload: torch._ops.OpOverload) -> str | None:
-    if not KERNELS.selects_backend(overload):
+    if not KERNELS.selects_backend(overload.name()):
         return None
     return (
         "already has a kernel where the kernel engine would put its own, as operators that choose a device do; "

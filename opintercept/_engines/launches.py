@@ -16,6 +16,9 @@ from opintercept._engines import scope as _scope
 # Kernels of Inductor that multiply nothing: pointwise operators, reductions, scans and what it fuses of those.
 _PLAIN = r"triton_(poi|red|per|spl|for|mix)_"
 
+MODULE = "triton.knobs"
+"""The module that has Triton's hooks."""
+
 _lock = threading.RLock()  # reentrant: a signal handler may enter a block while its thread enters one
 _users: set[object] = set()
 
@@ -40,7 +43,7 @@ def leave(user: object) -> None:
 
 def _hooks() -> Any:
     """Triton's hooks that run before each launch; None before Triton 3.5, which had room for one."""
-    runtime = getattr(sys.modules.get("triton.knobs"), "runtime", None)
+    runtime = getattr(sys.modules.get(MODULE), "runtime", None)
     hooks = getattr(runtime, "launch_enter_hook", None)
     return hooks if hasattr(hooks, "add") and hasattr(hooks, "remove") else None
 

@@ -13,8 +13,9 @@ from typing import Any, Protocol
 from opintercept._core.errors import OpInterceptError
 from opintercept._core.pipeline import run
 from opintercept._core.record import Phase
+from opintercept._engines import base
 from opintercept._engines import scope as _scope
-from opintercept._engines.base import AllBut, Block, Engine
+from opintercept._engines.base import AllBut, Block, Engine, Watcher
 from opintercept._engines.scope import KEY, Scope, Watch, take
 from opintercept._origin.links import graph_task
 from opintercept._origin.stack import backward_phase
@@ -108,6 +109,7 @@ class ModeEngine(Engine):
         push: Callable[[Any], None],
     ) -> None:
         self.mode_type = mode_type
+        self._modes: set[Mode] = set()  # those with blocks, of all threads
         self._depth, self._at, self._pop, self._push = depth, at, pop, push
 
     def enter(self, block: Block) -> None:
@@ -118,7 +120,9 @@ class ModeEngine(Engine):
             mode.blocks.add(block)  # keeps it on the stack
             if mode.leaving:  # a signal handler has taken it off meanwhile
                 block.mode = None
-        self._set_keys(block.mode)
+        with base.lock:
+            self._modes.add(block.mode)
+            self._set_keys(block.mode)
         if not any(mode is block.mode for mode in self._stack()):
             block.mode.__enter__()
             block.mode.entered_by = threading.get_ident()
@@ -135,12 +139,20 @@ class ModeEngine(Engine):
         if mode is None:
             return  # an interrupt stopped `enter` before it had one
         mode.blocks.discard(block)
-        self._set_keys(mode)
+        with base.lock:
+            self._set_keys(mode)
+            if not mode.blocks:
+                self._modes.discard(mode)
         if not mode.blocks:
             self._take_out(mode)
 
+    def extend(self, user: object, watcher: Watcher) -> None:
+        """As of every engine."""
+        for mode in tuple(self._modes):
+            self._set_keys(mode)
+
     def _set_keys(self, mode: Mode) -> None:
-        distinct = {id(block.watcher.shown): block.watcher.shown for block in mode.blocks}
+        distinct = {id(shown): shown for shown in [block.watcher.shown for block in tuple(mode.blocks)]}
         if any(keys is None or (isinstance(keys, AllBut) and len(distinct) > 1) for keys in distinct.values()):
             mode.keys = Everything()
         elif len(distinct) == 1:

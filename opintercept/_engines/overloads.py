@@ -67,20 +67,26 @@ def forget_unloaded() -> bool:
     return bool(gone)
 
 
+def is_there(overload: torch._ops.OpOverload) -> bool:
+    """Whether torch.ops has the very overload, which it loses when its library is unloaded."""
+    space, _, short = overload._schema.name.partition("::")
+    return vars(getattr(torch.ops, space)).get(short) is overload._overloadpacket
+
+
 def successor(overload: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     """The overload that torch.ops has by the same name: itself, unless its library was unloaded; None for none."""
-    space, _, short = overload._schema.name.partition("::")
-    if vars(getattr(torch.ops, space)).get(short) is overload._overloadpacket:
-        return overload
-    return next(iter(overloads(exact(overload._name))), None)
+    return overload if is_there(overload) else next(iter(overloads(exact(overload._name))), None)
 
 
-def of_families(names: tuple[str, ...], everything: Callable[[], Overloads]) -> Overloads:
+def of_families(
+    names: tuple[str, ...], everything: Callable[[], Overloads], among: frozenset[str] | None = None
+) -> Overloads:
     """Every overload of the families that the dispatcher knows, by name.
 
     Args:
         names: The families.
         everything: Returns the overloads among which those that are no products look for theirs.
+        among: Leaves out all but these, by name.
     """
     others = [family for family in names if family in families.FAMILIES]
     every = everything() if others else {}
@@ -88,7 +94,8 @@ def of_families(names: tuple[str, ...], everything: Callable[[], Overloads]) -> 
     def is_chosen(name: str) -> bool:
         return any(families.belongs(name, lambda: every[name], family) for family in others)
 
-    return _known([*select.of_families(names, "dispatch"), *(every[name] for name in every if is_chosen(name))])
+    products = select.of_families(names, "dispatch", among)
+    return _known([*products, *(every[name] for name in every if is_chosen(name))])
 
 
 class Named(Mapping[str, torch._ops.OpOverload]):
@@ -115,6 +122,20 @@ class Named(Mapping[str, torch._ops.OpOverload]):
     def __len__(self) -> int:
         return len(self._names)
 
+    def __or__(self, other: Iterable[str]) -> Named:
+        return Named((*self, *other))
+
+    __ror__ = __or__
+
+
+def without(watched: Any, names: Collection[str]) -> Any:
+    """What a block watches, without overloads that are gone: where names stand for themselves, they may stay."""
+    if isinstance(watched, dict) and not watched.keys().isdisjoint(names):
+        return {name: overload for name, overload in watched.items() if name not in names}
+    if isinstance(watched, Named) and any(name in watched for name in names):
+        return Named(name for name in watched if name not in names)
+    return watched
+
 
 # It refuses other shapes where `self` and `out` are one C++ reference, as `addr_` passes them. Kernels part the two.
 _BY_REFERENCE = frozenset(("aten::addr.out",))
@@ -125,14 +146,20 @@ _UNREACHED = frozenset(("aten::detach_",))
 _NOT_COMPUTING = ("profiler::", "prim::", "_test::", "debugprims::", "debug_mode_ops::", "aten::lift_fresh")
 
 
-def everything(but: Collection[str]) -> Overloads:
+def everything(but: Collection[str], among: frozenset[str] | None = None) -> Overloads:
     """The overloads with a kernel of their own that arrive at a backend whole, by name.
 
     Args:
         but: Those that cannot be watched.
+        among: Leaves out all but these, by name. They must be loaded.
     """
-    names = {name for key in _BACKENDS for name in registered(key)}
-    names.difference_update(registered("CompositeImplicitAutograd"), _BY_REFERENCE, _UNREACHED, but)
+    if among is None:
+        names = {name for key in _BACKENDS for name in registered(key)}
+        names.difference_update(registered("CompositeImplicitAutograd"))
+    else:
+        found = [overload for name in among for overload in overloads(exact(name))]
+        names = {overload.name() for overload in found if is_runnable(overload) and not is_composite(overload)}
+    names.difference_update(_BY_REFERENCE, _UNREACHED, but)
     rows = ROWS.copy()
     return Named(sorted(n for n in names if not n.startswith(_NOT_COMPUTING) and _row(rows, n).kind == "leaf"))
 

@@ -119,6 +119,9 @@ class Replacements:
                 return
             new = [patch for patch in self._find() if patch not in self._in_place or patch.now() is patch.original]
             if new:
+                places = {(id(patch.owner), patch.attribute) for patch in new}
+                # Of a module that was loaded again, the function before has gone.
+                self._in_place[:] = [p for p in self._in_place if p in new or (id(p.owner), p.attribute) not in places]
                 steps = [patch.assign(patch.replacement) for patch in new]
                 # A single C call, so that neither an interrupt nor a signal handler comes in between.
                 self._in_place.extend(map(itemgetter(0), zip(new, map(operator.call, steps), strict=True)))

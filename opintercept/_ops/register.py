@@ -19,6 +19,7 @@ from opintercept._core.checks import check_choice
 from opintercept._core.errors import OpInterceptWarning, caller_level
 from opintercept._ops import patched_functions
 from opintercept._ops.op import Declared, Family, Kind, Layout, Op, parameters_of
+from opintercept._ops.patched_functions import is_patched
 from opintercept._ops.table import ROWS, exact, overloads
 
 Role: TypeAlias = str | int
@@ -135,7 +136,16 @@ def register_op(
         raise ValueError(f"an operator can be declared once, got {key} again; {whose}")
     ROWS.declare(key, row)
     _programs[key] = row
+    on_declared(key)
     return Registration(key, row)
+
+
+def _nobody(key: str) -> None:
+    return
+
+
+on_declared: Callable[[str], None] = _nobody
+"""Is called with the name of each operator that a program declares. Open blocks see it from then on."""
 
 
 def recheck() -> None:
@@ -145,7 +155,7 @@ def recheck() -> None:
     """
     for key, row in _programs.copy().items():
         spec = getattr(sys.modules.get(key.partition(":")[0]), "__spec__", None)
-        if patched_functions.is_patched(key) and getattr(spec, "_initializing", False):
+        if is_patched(key) and getattr(spec, "_initializing", False):
             continue  # its module is being imported
         try:
             _check_roles(key, row)
@@ -154,6 +164,25 @@ def recheck() -> None:
                 _misfits.add(str(error))
                 text = f"{error}; declare it anew with register_op, after remove() on its registration"
                 warnings.warn(text, OpInterceptWarning, stacklevel=caller_level())
+
+
+def recheck_offered(module: str) -> None:
+    """Check what packs have offered of a module before it was imported, and leave out what does not fit, as they do."""
+    for key, row in ROWS.offered():
+        if is_patched(key) and key.partition(":")[0] == module and (text := _misfit(key, row)) is not None:
+            ROWS.refuse(key)
+            warnings.warn(text, OpInterceptWarning, stacklevel=caller_level())
+
+
+def _misfit(key: str, row: Op) -> str | None:
+    """Why a pack's row does not fit the version of its library that is loaded."""
+    if is_patched(key) and patched_functions.locate(key) is None:
+        return None  # versions of a library have other functions
+    try:
+        _check_roles(key, row, operands_only=True)
+    except ValueError as error:
+        return f"{error}, which opintercept does not know yet; declare it with register_op"
+    return None
 
 
 def offer_ops(
@@ -186,14 +215,9 @@ def offer_ops(
     scales = [parameter for role, parameter in words if role == "scale"]
     for target in targets.split():
         key, row = _row(target, roles, scales, layout, gemm, flops, dequantize, None)
-        # Versions of a library have other functions.
-        if not patched_functions.is_patched(key) or patched_functions.locate(key) is not None:
-            try:
-                _check_roles(key, row, operands_only=True)
-            except ValueError as error:
-                text = f"{error}, which opintercept does not know yet; declare it with register_op"
-                warnings.warn(text, OpInterceptWarning, stacklevel=2)
-                continue
+        if (text := _misfit(key, row)) is not None:
+            warnings.warn(text, OpInterceptWarning, stacklevel=2)
+            continue
         ROWS.offer(key, replace(row, family=family, opaque=opaque or family == "attention"))
 
 
@@ -219,7 +243,7 @@ def _row(
         check_choice("a role of dequantize", role, ("lhs", "rhs", "bias"))
         _callable("dequantize", function)
     declared = Declared(given, tuple(scales), layout, _callable("gemm", gemm), _callable("flops", flops))
-    kind: Kind = "patched" if patched_functions.is_patched(key) else "leaf"
+    kind: Kind = "patched" if is_patched(key) else "leaf"
     computed = _callable("reference", reference)
     return key, Op(name, "foreign", kind, dequantize=dict(dequantize), reference=computed, declared=declared)
 
@@ -266,7 +290,7 @@ def _check_roles(key: str, row: Op, operands_only: bool = False) -> None:
     assert row.declared is not None
     given = [*row.declared.roles.items(), *(("scales", each) for each in row.declared.scales)]
     roles = [(role, argument) for role, argument in given if not operands_only or role in ("lhs", "rhs")]
-    found = _functions(key) if patched_functions.is_patched(key) else overloads(key)
+    found = _functions(key) if is_patched(key) else overloads(key)
     problems = [_problem(key, overload, roles) for overload in found]
     if found and all(problems):
         raise ValueError(problems[0])
@@ -291,7 +315,7 @@ def _problem(key: str, func: Any, roles: list[tuple[str, Role]]) -> str | None:
     for role, given in roles:
         if isinstance(given, bool) or not isinstance(given, (int, str)):
             raise TypeError(f"{role} must be the name or the position of an argument, got {given!r}")
-        if patched_functions.is_patched(key) and patched_functions.takes_any(func, given):
+        if is_patched(key) and patched_functions.takes_any(func, given):
             continue
         if given not in names if isinstance(given, str) else not 0 <= given < len(names):
             return f"{role} must be an argument of {key}, which has {', '.join(names)}; got {given!r}"

@@ -12,7 +12,7 @@ from opintercept._core.text import short_name
 from opintercept._ops import families
 from opintercept._ops.op import Op
 from opintercept._ops.patched_functions import is_patched
-from opintercept._ops.table import HIGHER_ORDER, PLACES, ROWS, functions, overloads, row_of
+from opintercept._ops.table import HIGHER_ORDER, PLACES, ROWS, exact, functions, overloads, row_of, rows_for
 
 PRODUCTS = ("matmul", "convolution")
 FAMILIES = (*PRODUCTS, *families.FAMILIES)
@@ -73,8 +73,19 @@ def patched_of(chosen: Selection) -> frozenset[str]:
     return declared if whole else named
 
 
-def of_families(names: tuple[str, ...], level: Literal["function", "dispatch"]) -> frozenset[Any]:
-    """Return the overloads of families of products and, at function level, the functions of all families."""
+def of_families(
+    names: tuple[str, ...], level: Literal["function", "dispatch"], among: frozenset[str] | None = None
+) -> frozenset[Any]:
+    """Return the overloads of families of products and, at function level, the functions of all families.
+
+    Args:
+        names: The families.
+        level: The level.
+        among: Overloads by name; then only those of them are returned, and no functions.
+    """
+    if among is not None:
+        declared = [name for name in among if any(family_of(row) in names for row in rows_for(name))]
+        return frozenset(overload for name in declared for overload in overloads(exact(name)))
     # A copy: another thread may declare operators meanwhile.
     keys = [key for key, row in ROWS.copy().items() if family_of(row) in names]
     found = frozenset(overload for key in keys for overload in overloads(key))

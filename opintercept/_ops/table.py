@@ -45,6 +45,14 @@ class OpTable(dict[str, Op]):
         if key not in self:
             self.declare(key, row)
 
+    def offered(self) -> list[tuple[str, Op]]:
+        """What packs have offered."""
+        return list(self._offered.items())
+
+    def refuse(self, key: str) -> None:
+        """Take back what a pack has offered: its library has come, and does not fit."""
+        self.withdraw(key, self._offered.pop(key))
+
     def gives_way(self, key: str) -> bool:
         """Whether the program may declare this row: there is none, or only that of a pack."""
         return self.get(key) is self._offered.get(key)
@@ -99,6 +107,11 @@ def row_of(key: Any) -> Op:
     if row.declared is None:
         return row
     return fitted(row, next(iter(overloads(exact(name)) or overloads(name)), None))
+
+
+def rows_for(name: str) -> list[Op]:
+    """Return what is declared for an overload, by its name: a row of its own, that of its packet, or both."""
+    return [ROWS[key] for key in (exact(name), name.partition(".")[0]) if key in ROWS]
 
 
 def exact(name: str) -> str:

@@ -572,6 +572,7 @@ PyObject* prepare(PyObject*, PyObject* args) {
       made->count++;
       made->positional += !argument.kwarg_only();
     }
+    made->kernel = c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(made));
     if (made->foreign) {
       made->in_python(); // while its schema is there
     }
@@ -591,12 +592,11 @@ PyObject* install(PyObject*, PyObject* args) {
   }
   try {
     auto* overload = static_cast<Overload*>(PyCapsule_GetPointer(made, nullptr));
-    auto kernel = c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(overload));
     auto* handle = new c10::RegistrationHandleRAII(
         c10::Dispatcher::singleton().registerImpl(
             c10::OperatorName(name, overload_name),
             DispatchKey::BackendSelect,
-            std::move(kernel),
+            overload->kernel,
             std::nullopt,
             nullptr,
             "opintercept"));

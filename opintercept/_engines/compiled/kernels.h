@@ -45,6 +45,7 @@ struct Overload {
   size_t number; // counts the overloads, see `prepared`
   bool constructs; // whether torch makes objects of subclasses from its output, see `kernels.CONSTRUCTORS`
   size_t count = 0, positional = 0; // arguments
+  c10::KernelFunction kernel; // one for ever: a library may be unloaded while a thread runs its operator
   mutable const Described* described = nullptr;
 
   const Described& in_python() const; // with the interpreter's lock

@@ -1,0 +1,203 @@
+"""Operators and functions that come while blocks are open: libraries that load, `torch.library`, `register_op`.
+
+Invariant: what brings them is wrapped only while a block is open, and a call that follows pays nothing. Operators get
+their kernels in the thread that brings them, before it can call them: nobody runs an operator that has just come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from importlib.machinery import ExtensionFileLoader, ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from opintercept._core.fork import in_child
+from opintercept._engines import base, foreign, launches, patched_functions
+from opintercept._engines.base import Watcher
+from opintercept._engines.dynamo import keep_out
+from opintercept._engines.kernels import KERNELS
+from opintercept._engines.patches import MISSING, Place
+from opintercept._engines.scope import state
+from opintercept._ops import packs, register
+from opintercept._ops.patched_functions import is_patched
+from opintercept._ops.table import ROWS, exact, overloads
+
+_users: dict[object, Watcher] = {}  # blocks and coroutines
+
+
+def enter(user: object, watcher: Watcher) -> None:
+    """Let `watcher` watch what there is, and what comes until `user` leaves.
+
+    Raises:
+        ValueError: An operator that it watches by name is not loaded any more.
+    """
+    with base.lock:
+        _users[user] = watcher
+        if _finder not in sys.meta_path:
+            sys.meta_path.insert(0, _finder)
+        if gone := KERNELS.forget_unloaded():
+            _follow(gone, gone)
+        watcher.renew()
+
+
+def leave(user: object) -> None:
+    """End an `enter`. Can be repeated."""
+    with base.lock:
+        _users.pop(user, None)
+        if not _users and _finder in sys.meta_path:
+            sys.meta_path.remove(_finder)
+
+
+def come(names: Iterable[str] = (), gone: Iterable[str] = (), functions: bool = False) -> None:
+    """Show what has come to the blocks that are open.
+
+    Args:
+        names: Overloads that were defined, got kernels or were declared.
+        gone: Those among them that blocks cannot watch as before.
+        functions: Whether functions that are declared may have come.
+    """
+    if not _users:
+        return
+    with base.lock:
+        gone = KERNELS.forget_unloaded().union(gone)
+        _follow(gone.union(names), gone, functions)
+
+
+def _follow(names: frozenset[str], gone: frozenset[str], functions: bool = False) -> None:
+    foreign.arrive(names, gone)
+    loaded = frozenset(overload._name for name in names for overload in overloads(exact(name)))
+    changed = [watcher for watcher in dict.fromkeys(_users.values()) if watcher.follow(loaded, gone)]
+    for user, watcher in tuple(_users.items()):
+        if watcher in changed:
+            watcher.engine.extend(user, watcher)
+        if functions and watcher.patched:
+            patched_functions.PATCHES.enter(user)
+    if changed or gone:
+        with KERNELS.lock:
+            state.watch_everywhere(state.everywhere.blocks)  # threads ask anew which blocks see an operator
+
+
+def entries() -> list[Place]:
+    """What brings operators: the name, the class, the attribute, and a wrapper."""
+    library = torch.library.Library
+    return [
+        ("torch.library.Library.define", library, "define", functools.partial(_then, _defined)),
+        ("torch.library.Library.impl", library, "impl", _implement),
+        ("torch.library.Library._destroy", library, "_destroy", functools.partial(_then, lambda library: come())),
+        # `torch.ops.load_library` uses it.
+        ("ctypes.CDLL", ctypes.CDLL, "__init__", functools.partial(_then, lambda *args, **kwargs: _loaded())),
+        ("importlib.machinery", ExtensionFileLoader, "exec_module", functools.partial(_then, _executed)),
+    ]
+
+
+def _then(notice: Callable[..., None], original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        notice(*args, **kwargs)
+        return result
+
+    return keep_out(run)
+
+
+def _defined(library: torch.library.Library, schema: str, *args: Any, **kwargs: Any) -> None:
+    come([f"{library.ns}::{schema.partition('(')[0].strip()}"])
+
+
+def _implement(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def impl(self: torch.library.Library, op_name: Any, fn: Any, dispatch_key: str = "", **options: Any) -> Any:
+        name = op_name if isinstance(op_name, str) else op_name.name()
+        name = name if "::" in name else f"{self.ns}::{name}"
+        chooses_device = (dispatch_key or self.dispatch_key) == "BackendSelect"
+        if chooses_device and not foreign.is_torchs(name):
+            KERNELS.withdraw(name)  # torch would warn that its place was taken
+        try:
+            return original(self, op_name, fn, dispatch_key, **options)
+        finally:
+            come([name], gone=[name] if chooses_device else ())
+
+    return keep_out(impl)
+
+
+def _executed(loader: Any, module: ModuleType) -> None:
+    if foreign.may_register(module.__name__):
+        _loaded()
+
+
+def _loaded() -> None:
+    if _users and (names := foreign.loaded()):
+        come(names)
+
+
+def _declared(key: str) -> None:
+    if is_patched(key):
+        come(functions=True)
+    else:
+        come([overload._name for overload in overloads(key)])
+
+
+register.on_declared = _declared
+
+
+class _Finder:
+    """Notices the imports of modules that blocks wait for: those with functions that are declared, and Triton's."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        packs.load((), (fullname,))  # says which functions to wait for
+        if fullname != launches.MODULE and not any(name.partition(":")[0] == fullname for name in ROWS.patched):
+            return None
+        for finder in tuple(sys.meta_path):
+            find = getattr(finder, "find_spec", None)
+            spec: ModuleSpec | None = None if finder is self or find is None else find(fullname, path, target)
+            if spec is not None:
+                _wrap(spec.loader, fullname)
+                return spec
+        return None
+
+
+_finder: Any = _Finder()
+
+
+def _wrap(loader: Any, name: str) -> None:
+    """Wrap what runs the module's code, once. A loader without attributes of its own serves other modules too."""
+    own = getattr(loader, "__dict__", None)
+    if isinstance(loader, type) or own is None:
+        return
+    before, run = own.get("exec_module", MISSING), getattr(loader, "exec_module", None)
+    if run is None:
+        return
+
+    def exec_module(module: ModuleType) -> None:
+        if vars(loader).get("exec_module") is exec_module:
+            vars(loader).pop("exec_module")
+            if before is not MISSING:
+                loader.exec_module = before
+        run(module)
+        _imported(name)
+
+    with contextlib.suppress(AttributeError):  # it takes no attributes
+        loader.exec_module = exec_module
+
+
+def _imported(name: str) -> None:
+    if _users:
+        register.recheck_offered(name)
+        with base.lock:
+            for user in _users:
+                launches.enter(user)
+        come(functions=True)
+
+
+@in_child
+def _forget_parent() -> None:
+    for user in tuple(_users):
+        leave(user)
