@@ -14,6 +14,7 @@ from typing import get_args
 
 from opintercept._core.errors import OpInterceptError
 from opintercept.cli.options import add_filters, count, rename, size
+from opintercept.cli.run import children
 from opintercept.cli.run.after_import import after_import
 from opintercept.cli.run.hooks import HOOKS
 from opintercept.cli.run.program import prepare
@@ -113,6 +114,7 @@ def command(arguments: argparse.Namespace) -> Callable[[], int]:
     watch = ProgramWatch(arguments)
 
     def run() -> int:
+        children.begin()
         # Registered before the program's own functions, so it runs after them, and after the program's threads.
         atexit.register(watch.end)
         after_import("torch", watch.begin)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from opintercept._core.text import amount, counted, duration, printable
 from opintercept.cli.build import worth_it
+from opintercept.cli.run import children
 from opintercept.cli.run.hooks import OPS, ChosenHooks
 from opintercept.cli.terminal.style import styled
 from opintercept.runs.store.run import INFO
@@ -32,8 +33,9 @@ def summary(hooks: ChosenHooks | None, failed: bool, file: TextIO) -> Iterator[s
         return
     chosen, tally = hooks.arguments, hooks.tally
     rank = f" on rank 0 of {hooks.world_size}" if hooks.world_size > 1 else ""
-    none = "" if tally.calls or tally.failed else f"; {_CHILDREN}"
-    yield f"opintercept: {tally}, {duration(tally.seconds)} in total{rank}{none}"
+    nothing = not (tally.calls or tally.failed)
+    elsewhere = f"; {_CHILDREN}" if nothing or children.had_some() else ""
+    yield f"opintercept: {tally}, {duration(tally.seconds)} in total{rank}{elsewhere}"
     for name, hook in hooks.shown.items():
         if name == "NonFinite" and not hook.findings:
             yield from _nothing_found(hooks, hook)
