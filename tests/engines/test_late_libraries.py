@@ -632,6 +632,36 @@ def test_a_library_in_cpp(built: dict[str, str], load: str, options: str) -> Non
     ]
 
 
+FOLDERS = [str(Path(__file__).parents[1] / folder) for folder in ("ops/packs", "helpers")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("watched", ["matmul", "all"])
+def test_the_operators_of_packs_are_those_of_a_block_that_is_entered_later(engine: Any, watched: str) -> None:
+    def calls(late: bool) -> list[str]:
+        code = f"""
+            import sys
+            sys.path[:0] = {FOLDERS!r}
+            from contextlib import nullcontext
+            from test_schemas import CASES, operator
+            from opintercept import hooks, intercept
+            block = intercept(recorder := hooks.Recorder(), ops={watched!r}, **{engine!r})
+            with block if {late} else nullcontext():
+                found = [operator(case) for case in CASES]
+                with nullcontext() if {late} else block:
+                    for case, call in zip(CASES, found):
+                        call(*case.given().values())
+            for record in recorder.records:
+                print(record.op, record.lhs, record.rhs, record.gemm, record.flops)
+            print(block.opaque)
+            """
+        return run_python("-W", "ignore", "-c", textwrap.dedent(code), check=True).stdout.splitlines()
+
+    late = calls(late=True)
+    assert late == calls(late=False)
+    assert len(late) > 70
+
+
 PROGRAM = """
 import torch
 lib = torch.library.Library("latelib", "DEF")
