@@ -85,7 +85,7 @@ CALLS: dict[str, tuple[str, str]] = {
     "squared(x)  # a custom operator": ("every::squared", "every::squared"),
     "repr(x)": ("*_local_scalar_dense*", ""),
     "print(x, end='')": ("*_local_scalar_dense*", ""),
-    "register()(x)  # registered inside the block": ("sin", "every::new*"),
+    "register()(x)  # registered inside the block": ("every::new*", "every::new*"),
     "known(x)": ("every::new0", "every::new0"),
     "torch.ops.profiler._record_function_enter_new('x', None)  # profiler::": ("", "profiler::*"),
 }
