@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from types import ModuleType
@@ -75,7 +76,7 @@ def _follow(names: frozenset[str], gone: frozenset[str], functions: bool = False
     changed = [watcher for watcher in dict.fromkeys(_users.values()) if watcher.follow(loaded, gone)]
     for user, watcher in tuple(_users.items()):
         if watcher in changed:
-            watcher.engine.extend(user, watcher)
+            watcher.engine.extend(user, watcher, loaded)
         if functions and watcher.patched:
             patched_functions.PATCHES.enter(user)
     if changed or gone:
@@ -110,18 +111,24 @@ def _defined(library: torch.library.Library, schema: str, *args: Any, **kwargs: 
     come([f"{library.ns}::{schema.partition('(')[0].strip()}"])
 
 
+# Keys at which nothing is computed. A custom operator has a kernel at each of them.
+_ABOVE = ("AD", "Auto", "Meta")
+
+
 def _implement(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def impl(self: torch.library.Library, op_name: Any, fn: Any, dispatch_key: str = "", **options: Any) -> Any:
-        name = op_name if isinstance(op_name, str) else op_name.name()
+        name = str(getattr(op_name, "_name", op_name))  # torch refuses what is no overload
         name = name if "::" in name else f"{self.ns}::{name}"
-        chooses_device = (dispatch_key or self.dispatch_key) == "BackendSelect"
+        key = dispatch_key or self.dispatch_key
+        chooses_device = key == "BackendSelect"
         if chooses_device and not foreign.is_torchs(name):
             KERNELS.withdraw(name)  # torch would warn that its place was taken
         try:
             return original(self, op_name, fn, dispatch_key, **options)
         finally:
-            come([name], gone=[name] if chooses_device else ())
+            if not key.startswith(_ABOVE):
+                come([name], gone=[name] if chooses_device else ())
 
     return keep_out(impl)
 
@@ -149,19 +156,29 @@ register.on_declared = _declared
 class _Finder:
     """Notices the imports of modules that blocks wait for: those with functions that are declared, and Triton's."""
 
+    def __init__(self) -> None:
+        self._asking: set[tuple[int, str]] = set()  # another finder may ask all of them, too
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         packs.load((), (fullname,))  # says which functions to wait for
         if fullname != launches.MODULE and not any(name.partition(":")[0] == fullname for name in ROWS.patched):
             return None
-        for finder in tuple(sys.meta_path):
-            find = getattr(finder, "find_spec", None)
-            spec: ModuleSpec | None = None if finder is self or find is None else find(fullname, path, target)
-            if spec is not None:
-                _wrap(spec.loader, fullname)
-                return spec
-        return None
+        asked = threading.get_ident(), fullname
+        if asked in self._asking:
+            return None
+        self._asking.add(asked)
+        try:
+            for finder in tuple(sys.meta_path):
+                find = getattr(finder, "find_spec", None)
+                spec: ModuleSpec | None = None if finder is self or find is None else find(fullname, path, target)
+                if spec is not None:
+                    _wrap(spec.loader, fullname)
+                    return spec
+            return None
+        finally:
+            self._asking.discard(asked)
 
 
 _finder: Any = _Finder()

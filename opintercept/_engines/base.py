@@ -141,8 +141,8 @@ class Engine(Protocol):
         """Undo `hold`. Can be repeated."""
         return
 
-    def extend(self, user: object, watcher: Watcher) -> None:
-        """Show a user that has entered or holds the engine what its watcher has come to watch meanwhile."""
+    def extend(self, user: object, watcher: Watcher, come: frozenset[str]) -> None:
+        """Show a user that has entered or holds the engine what its watcher has come to watch of these overloads."""
         return
 
     @property

@@ -197,10 +197,10 @@ class KernelEngine(Engine):
         """End a `hold`. If it was the last and the process is quiet, remove the kernels. Can be repeated."""
         KERNELS.release(user)
 
-    def extend(self, user: object, watcher: Watcher) -> None:
+    def extend(self, user: object, watcher: Watcher, come: frozenset[str]) -> None:
         """Install the kernels that a user lacks. Where other code has one already, a warning says so."""
         if user in KERNELS.users:
-            KERNELS.hold(user, watcher.shown, self, late=True)  # type: ignore[arg-type]  # as `keys` gave them
+            KERNELS.hold(user, watcher.shown, self, come)  # type: ignore[arg-type]  # as `keys` gave them
 
     def installation(self, name: str, overloads: Overloads) -> Callable[[], Any]:
         """A callable that installs a kernel in one C call and returns the object that keeps it installed."""
@@ -235,11 +235,16 @@ class Kernels:
         self._last_maker: KernelEngine | None = None
         self._told: set[str] = set()  # operators that have come late with a kernel in the place of ours
 
-    def hold(self, user: object, overloads: Overloads, maker: KernelEngine, late: bool = False) -> None:
+    def hold(self, user: object, overloads: Overloads, maker: KernelEngine, late: frozenset[str] | None = None) -> None:
         """Install the kernels that are missing, and keep all of them until `user` releases them.
 
-        Where other code has a kernel in the place of ours, an error says so, or a warning where the program has brought
-        an operator `late`, into an open block.
+        Where other code has a kernel in the place of ours, an error says so, or a warning for operators that are late.
+
+        Args:
+            user: A block or a coroutine.
+            overloads: What it watches.
+            maker: Makes the kernels.
+            late: Those that have come since the user had all the others.
         """
         with self.lock:
             self.makers.add(maker)
@@ -250,16 +255,21 @@ class Kernels:
             self.users.add(user)
             if id(overloads) in self._whole:
                 return
-            missing = [name for name in overloads if name not in self.installed]
+            wanted = overloads if late is None else filter(overloads.__contains__, late)
+            missing = [name for name in wanted if name not in self.installed]
             # In this order: a signal handler may install a kernel between the two questions.
-            others = set(_overloads.registered("BackendSelect")) if missing else set()
+            others: set[str] = set()
+            if missing and late is None:
+                others.update(_overloads.registered("BackendSelect"))
+            elif missing:
+                others.update(name for name in missing if _has_kernel(name, "BackendSelect"))
             taken = [name for name in missing if name in others and name not in self.installed]
             if taken:
                 text = (
                     f"the dispatch key BackendSelect must be free, got kernels of other code for {', '.join(taken)}; "
                     f"{maker.instead}"
                 )
-                if not late:
+                if late is None:
                     raise OpInterceptError(text)
                 missing = [name for name in missing if name not in taken]
                 if not self._told.issuperset(taken):
@@ -325,7 +335,8 @@ class Kernels:
             return
         # `reset` empties a library, as interpreter shutdown does, and it can be used again.
         resets = [library.m.reset for library in self._libraries.values() if library.m is not None]
-        run_if_quiet(_kernel_code, self._threads_before, (self._whole.clear, *resets, self.installed.clear))
+        clears = (self._whole.clear, *resets, self.installed.clear, self._foreign.clear)
+        run_if_quiet(_kernel_code, self._threads_before, clears)
 
     def selects_backend(self, name: str) -> bool:
         """Whether other code has a kernel where ours would go, as torch has for factories, which choose a device."""

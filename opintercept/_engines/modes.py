@@ -146,7 +146,7 @@ class ModeEngine(Engine):
         if not mode.blocks:
             self._take_out(mode)
 
-    def extend(self, user: object, watcher: Watcher) -> None:
+    def extend(self, user: object, watcher: Watcher, come: frozenset[str]) -> None:
         """As of every engine."""
         for mode in tuple(self._modes):
             self._set_keys(mode)

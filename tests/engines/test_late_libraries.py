@@ -447,6 +447,8 @@ def test_a_definition_that_fails_leaves_all_as_it_was(library: Library) -> None:
         library.load()
         with pytest.raises(RuntimeError, match="Tried to register an operator"):
             library._library.define(f"{library.short}(Tensor a, Tensor b) -> Tensor")
+        with pytest.raises(RuntimeError, match="either a name or an OpOverload object"):
+            library._library.impl(3, product, "CPU")
         library(A, B)
     assert ops(recorder) == [library.name]
 
@@ -520,6 +522,22 @@ def test_a_module_that_fails_to_import_fails_as_without_us(modules: Any) -> None
 
         mended.gemm(A, B)
     assert ops(recorder) == ["late_broken:gemm"]
+
+
+def test_another_finder_may_ask_all_of_them_too(modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Finder:
+        def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+            others = (finder for finder in sys.meta_path if finder is not self)
+            return next((spec for finder in others if (spec := finder.find_spec(name, path, target))), None)
+
+    modules("late_asked", FUNCTION)
+    with register_op("late_asked:gemm", lhs="a", rhs="b"), intercept(recorder := hooks.Recorder()):
+        for place in (0, 1):
+            with monkeypatch.context() as patch:
+                patch.setattr(sys, "meta_path", [*sys.meta_path[:place], Finder(), *sys.meta_path[place:]])
+                importlib_import("late_asked").gemm(A, B)
+            del sys.modules["late_asked"]
+    assert ops(recorder) == ["late_asked:gemm"] * 2
 
 
 def test_a_pack_of_functions_comes_with_its_library(modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
