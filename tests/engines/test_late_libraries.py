@@ -418,7 +418,7 @@ def test_a_hook_may_bring_operators(engine: Any, library: Library) -> None:
 
 
 def test_other_kernels_where_ours_would_go(engine: Any) -> None:
-    """A custom operator without tensors chooses its device there, after torch has given it a kernel."""
+    """A custom operator without tensors chooses its device there."""
     with warnings.catch_warnings(action="error"), intercept(recorder := hooks.Recorder(), ops="all", **engine):
 
         @torch.library.custom_op(name := Library("made").name, mutates_args=(), device_types="cpu")
