@@ -80,23 +80,6 @@ def is_view(overload: Any) -> bool:
     return bool(returns) and not writes and all(each.alias_info is not None for each in returns)
 
 
-_CHECKED = ("norm", "activation", "softmax", "elementwise", "reduction", "copy")
-_LOSSES = ("nll_loss", "mse_loss", "cross_entropy", "binary_cross_entropy", "smooth_l1_loss", "huber_loss")
-_MOVERS = frozenset(("stack", "tril", "triu", "roll", "repeat_interleave", "masked_select"))
-_UNCHECKED = frozenset(("_local_scalar_dense", "_embedding_bag", "embedding_bag"))
-
-
-@lru_cache(maxsize=4096)
-def is_checked(overload: Any) -> bool:
-    """Whether an operator of ATen computes, draws no random numbers, and may be called with arguments of anyone."""
-    name = overload._schema.name
-    packet = torchs_name(name)
-    if not packet or packet in UNREAD | _UNCHECKED or torch.Tag.nondeterministic_seeded in overload.tags:
-        return False
-    known = torch.Tag.core in overload.tags or packet.startswith(_LOSSES) or packet in _MOVERS
-    return known or any(belongs(name, lambda: overload, family) for family in _CHECKED)
-
-
 def functions_of(family: str, places: Iterable[Any]) -> frozenset[Any]:
     """The functions of torch that belong to a family by their names.
 

@@ -70,9 +70,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             error = needs(name, str(error.name), "'opintercept[cli]'")
         elif isinstance(error, ImportError) and "opintercept[" not in str(error):
             raise
-        print(f"{styled(f'opintercept {name}:', 'wrong', sys.stderr)} {_printable_lines(error)}", file=sys.stderr)
-        return UNUSABLE
+        return _unusable(name, error)
+    except Exception as error:
+        from opintercept.cli.confined import is_child
+
+        if not is_child():
+            raise
+        return _unusable(name, error)  # what others have written may be the cause
     return int(status() if callable(status) else status)
+
+
+def _unusable(name: str, error: Exception) -> int:
+    print(f"{styled(f'opintercept {name}:', 'wrong', sys.stderr)} {_printable_lines(error)}", file=sys.stderr)
+    return UNUSABLE
 
 
 def _run(name: str, rest: Sequence[str]) -> int | Callable[[], int]:
@@ -87,6 +97,11 @@ def _run(name: str, rest: Sequence[str]) -> int | Callable[[], int]:
     )
     chosen.configure(parser)
     arguments = parser.parse_args(rest)
+    if "untrusted" in arguments:
+        from opintercept.cli.confined import confined
+
+        if (done := confined(name, rest, arguments)) is not None:
+            return done
     status: int | Callable[[], int] = 0
     with plain_warnings(name), nullcontext() if name == "run" else safe_stdout():  # stdout is the program's
         status = chosen.command(arguments)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 
+from opintercept.cli.confined import add_limits, opened
 from opintercept.cli.options import add_result, count
 from opintercept.cli.terminal.output import print_result
 from opintercept.cli.terminal.progress import progress
 from opintercept.runs.explain.explain import explain
 from opintercept.runs.explain.explanation import BY
-from opintercept.runs.store.run import open_run
 
 
 def _tokens(text: str) -> list[int]:
@@ -41,11 +41,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="also write an HTML page: bars of the rows, and the path of the error",
     )
     add_result(parser, "nothing differs")
+    add_limits(parser)
 
 
 def command(arguments: argparse.Namespace) -> int:
     """Explain the difference of the losses."""
-    a, b = open_run(arguments.a), open_run(arguments.b)
+    a, b = opened(arguments.a), opened(arguments.b)
     with progress():
         found = explain(a, b, loss=arguments.loss, tokens=arguments.tokens, by=arguments.by, confirm=arguments.confirm)
     status = print_result(found, arguments.json, arguments.limit)

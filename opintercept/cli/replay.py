@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from opintercept.cli.confined import add_limits, opened
 from opintercept.cli.terminal.output import print_result
 
 
@@ -23,6 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="change a setting of torch, named as in run.json: --flag mkldnn=False; may be repeated",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+    add_limits(parser)
     parser.add_argument("--script", metavar="FILE.py", help="write a script that runs the call, instead of running it")
 
 
@@ -31,10 +33,9 @@ def command(arguments: argparse.Namespace) -> int:
     import torch
 
     from opintercept._core.errors import OpInterceptError
-    from opintercept.runs import open_run
     from opintercept.runs.replay import replay, write_script
 
-    run = open_run(arguments.run)
+    run = opened(arguments.run)
     if arguments.script:
         print(f"python {write_script(run, arguments.index, arguments.script, rank=arguments.rank)}")
         return 0

@@ -1,7 +1,7 @@
 """`replay`: runs a recorded call again on its own, and compares its outputs with the recorded ones.
 
-Invariant: anyone may have written the run. Only operators of the op table are called, by names from this package, and
-their operands and outputs stay below a limit of memory.
+Invariant: anyone may have written the run. `again` runs the call, whose operands and outputs stay below a limit of
+memory.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import torch
 
 from opintercept._core.errors import OpInterceptError
 from opintercept._core.tables import Page, Part
-from opintercept._core.tensors import TensorMeta, describe, tensors_of
+from opintercept._core.tensors import TensorMeta, describe
 from opintercept._core.text import printable
 from opintercept._kit.repro import write_repro
-from opintercept._ops.table import PLACES, functions, overloads, row_of
 from opintercept._values.errors import Errors
+from opintercept.runs.program import again
 from opintercept.runs.record import description
-from opintercept.runs.store.codec import StoredCall
+from opintercept.runs.store.codec import StoredCall, is_output
 from opintercept.runs.store.run import MAX_TENSOR, Run
 
 
@@ -199,18 +199,20 @@ def replay(
     """
     chosen = _parsed(flags or {})
     call = _find(run, index, rank)
-    _function(call)
+    name = again.operator_of(call.record.op, call.record.func).name
     try:
         device = torch.device(device)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as missing:
         raise OpInterceptError(f"device {str(device)!r} is not available: {missing}") from missing
-    func, name, args, kwargs = prepared(run, call, lambda tensor: _moved(tensor, dtype, device), device, limit)
     with _set(chosen), torch.no_grad():
-        started = time.perf_counter()
         try:
-            made = func(*args, **kwargs)
-        except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as failed:
+            operator, args, kwargs = prepared(run, call, lambda tensor: _moved(tensor, dtype, device), device, limit)
+            started = time.perf_counter()
+            made = again.run(operator, args, kwargs)
+        except OpInterceptError:
+            raise
+        except again.FAILURES as failed:
             then = "; the recorded call raised, too" if call.error else ""
             # torch quotes arguments, which come from the run's file.
             text = "\n".join(map(printable, str(failed).split("\n")))
@@ -247,7 +249,7 @@ def write_script(run: Run, index: int, path: str | os.PathLike[str], *, rank: in
         OSError: The files cannot be written.
     """
     call = _find(run, index, rank)
-    _, name = _function(call)
+    name = again.operator_of(call.record.op, call.record.func).name
     tensors: dict[str, torch.Tensor] = {}
 
     def renamed(plain: Any) -> Any:
@@ -255,7 +257,7 @@ def write_script(run: Run, index: int, path: str | os.PathLike[str], *, rank: in
             case {"tensor": str(stored), "shape": list(shape), "stride": list(stride)}:
                 key = f"tensor{len(tensors)}"
                 tensors[key] = run.load(call.rank, stored)
-                _strided(tensors[key], shape, stride, MAX_TENSOR)
+                again.strided(tensors[key], shape, stride, MAX_TENSOR)
                 return {"tensor": key, "shape": shape, "stride": stride}
             case {"list": list(items)}:
                 return {"list": [renamed(item) for item in items]}
@@ -290,8 +292,7 @@ def prepared(
     moved: Callable[[torch.Tensor], torch.Tensor],
     device: torch.device,
     limit: int = MAX_TENSOR,
-    others: Callable[[Any], bool] | None = None,
-) -> tuple[Callable[..., Any], str, list[Any], dict[str, Any]]:
+) -> tuple[again.Operator, list[Any], dict[str, Any]]:
     """Read what runs a recorded call again.
 
     Args:
@@ -300,35 +301,33 @@ def prepared(
         moved: Gets each tensor, in the dtype of the record and on the CPU, and returns what to pass instead.
         device: Takes the place of the device in the arguments.
         limit: The most bytes that an operand or an output may have.
-        others: Which operators of ATen may be called beside those of the op table.
 
     Returns:
-        The operator, an expression for it, its arguments, and its keyword arguments.
+        The operator, its arguments, and its keyword arguments.
 
     Raises:
         OpInterceptError: The call cannot be run again.
+        Exception: One of `again.FAILURES`: the arguments do not fit the operator.
     """
-    func, name = _function(call, others)
-    args, kwargs = _arguments(run, call, limit, moved, device)
-    _check_size(func, args, kwargs, name, limit)
-    return func, name, args, kwargs
+    run.check_trusted()
+    operator = again.operator_of(call.record.op, call.record.func)
+    known: dict[Any, torch.Tensor] = {}
 
+    def tensor(plain: Mapping[str, Any], _: str) -> torch.Tensor:
+        match plain:
+            case {"tensor": str(name), "shape": list(shape), "stride": list(stride)}:
+                key = (name, tuple(map(str, shape)), tuple(map(str, stride)))  # a tensor that is passed twice stays one
+                if key not in known:
+                    known[key] = moved(again.strided(run.load(call.rank, name, limit), shape, stride, limit))
+                return known[key]
+        raise again.NotRunError(f"a recorded argument must be a tensor, a number or a dtype, got {describe(plain)}")
 
-def _function(call: StoredCall, others: Callable[[Any], bool] | None = None) -> tuple[Callable[..., Any], str]:
-    """The operator, and an expression for it, of which no part is taken from the run."""
-    func = call.record.func
-    for overload in overloads(row_of(call.record.op).name) if "::" in call.record.op else []:
-        if str(overload) == func and (row_of(overload).family != "other" or (others is not None and others(overload))):
-            return overload, f"torch.ops.{overload}"
-    for function, row in functions().items():
-        if row.name == call.record.op == func:
-            return function, row.name
-    for place, owner, _ in PLACES if others is not None else ():
-        name = func.removeprefix(f"{place}.")
-        found: Any = getattr(owner, name, None) if name.isidentifier() else None
-        if torch.overrides.resolve_name(found) == func and any(map(cast(Any, others), overloads(f"aten::{name}"))):
-            return found, func
-    raise OpInterceptError(f"only operators of the op table can be run again, got {func!r}")
+    given = _given(run, call)
+    args = [again.argument(item, "", tensor, device) for item in given["args"]]
+    kwargs = {name: again.argument(item, name, tensor, device) for name, item in given["kwargs"].items()}
+    made = [run.size(call.rank, name) for role, name in call.tensors.items() if is_output(role)]
+    again.check_size(operator, args, kwargs, again.room(known.values(), made), limit)
+    return operator, args, kwargs
 
 
 def _given(run: Run, call: StoredCall) -> Mapping[str, Any]:
@@ -341,76 +340,10 @@ def _given(run: Run, call: StoredCall) -> Mapping[str, Any]:
     raise OpInterceptError(f"call {call.record.index} cannot be run again, as its arguments were not recorded; {why}")
 
 
-def _arguments(
-    run: Run, call: StoredCall, limit: int, moved: Callable[[torch.Tensor], torch.Tensor], device: torch.device
-) -> tuple[list[Any], dict[str, Any]]:
-    known: dict[Any, torch.Tensor] = {}
-
-    def value(plain: Any) -> Any:
-        match plain:
-            case {"tensor": str(name), "shape": list(shape), "stride": list(stride)}:
-                key = (name, tuple(map(str, shape)), tuple(map(str, stride)))  # a tensor that is passed twice stays one
-                if key not in known:
-                    known[key] = moved(_strided(run.load(call.rank, name, limit), shape, stride, limit))
-                return known[key]
-            case {"list": list(items)}:
-                return [value(item) for item in items]
-            case {"torch": str(name)}:
-                found = getattr(torch, name, None)
-                if isinstance(found, (torch.dtype, torch.layout, torch.memory_format)):
-                    return found
-            case {"device": str()}:
-                return device
-            case None | bool() | int() | float() | str():
-                return plain
-        raise OpInterceptError(f"a recorded argument must be a tensor, a number or a dtype, got {describe(plain)}")
-
-    given = _given(run, call)
-    return [value(item) for item in given["args"]], {name: value(item) for name, item in given["kwargs"].items()}
-
-
-def _strided(stored: torch.Tensor, shape: list[Any], stride: list[Any], limit: int) -> torch.Tensor:
-    """The tensor with the strides that it had."""
-    sound = (
-        len(shape) == len(stride) <= 64
-        and all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 2**40 for n in (*shape, *stride))
-        and math.prod(shape) == stored.numel()
-    )
-    extent = sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) + 1 if sound else 0
-    if not sound or extent * stored.element_size() > limit:
-        raise OpInterceptError(
-            f"a tensor's shape and strides must fit its values and {limit} bytes, got {shape!r:.80} and {stride!r:.80}"
-        )
-    try:
-        made = torch.empty_strided(shape, stride, dtype=stored.dtype)
-        return made.copy_(stored.reshape(shape))
-    except RuntimeError as wrong:  # elements share memory
-        raise OpInterceptError(f"a tensor cannot have strides {stride!r:.80}: {wrong}") from wrong
-
-
 def _moved(tensor: torch.Tensor, dtype: torch.dtype | None, device: torch.device) -> torch.Tensor:
     if dtype is not None and (tensor.is_floating_point() or tensor.is_complex()):
         tensor = tensor.to(dtype)
     return tensor.to(device)
-
-
-def _check_size(func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], name: str, limit: int) -> None:
-    """Refuse a call whose output would be larger than `limit`, going by its shapes."""
-
-    def shape_only(value: Any) -> Any:
-        if isinstance(value, list):
-            return [shape_only(item) for item in value]
-        return value.to("meta") if isinstance(value, torch.Tensor) else value
-
-    try:
-        made = func(*map(shape_only, args), **{key: shape_only(value) for key, value in kwargs.items()})
-    except Exception:  # it cannot run on shapes alone, or is wrong: the op table knows the size, or the call raises
-        gemm = row_of(func).gemm(tuple(args), kwargs)
-        sizes = [] if gemm is None else [gemm.batch * gemm.m * gemm.n * 8]
-    else:
-        sizes = [t.numel() * t.element_size() for t in tensors_of((made,), {})]
-    if any(size > limit for size in sizes):
-        raise OpInterceptError(f"the output of {name} would have {max(sizes)} bytes, more than the limit of {limit}")
 
 
 def _compared(role: str, recorded: torch.Tensor, now: torch.Tensor) -> Replayed:

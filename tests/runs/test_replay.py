@@ -213,7 +213,7 @@ def test_replaying_a_call_that_raised_says_so(tmp_path: Path) -> None:
             torch.ones(2, 3) @ torch.ones(4, 5)
 
     run = record(tmp_path, fail)
-    with pytest.raises(OpInterceptError, match=r"cannot be multiplied .*; the recorded call raised, too"):
+    with pytest.raises(OpInterceptError, match=r"must have same reduction dim, .*; the recorded call raised, too"):
         replay(run, 0)
 
 
@@ -226,13 +226,13 @@ def lie(run: runs.Run, **changes: Any) -> runs.Run:
     "func",
     ["aten.add.Tensor", "os.system", "aten.mm.default; import os", "torch.load", "torch.hub.load", "__import__", ""],
 )
-def test_only_operators_of_the_table_are_called(func: str, tmp_path: Path) -> None:
+def test_only_operators_on_the_list_are_called(func: str, tmp_path: Path) -> None:
     run = lie(record(tmp_path, product), func=func)
     for act in (lambda: replay(run, 0), lambda: write_script(run, 0, tmp_path / "again")):
-        with pytest.raises(OpInterceptError, match=r"only operators of the op table can be run again, got "):
+        with pytest.raises(OpInterceptError, match=r" is not on the list of operators that may run again"):
             act()
     run = lie(run, op=func)
-    with pytest.raises(OpInterceptError, match=r"only operators of the op table can be run again, got "):
+    with pytest.raises(OpInterceptError, match=r" is not on the list of operators that may run again"):
         replay(run, 0)
     assert not (tmp_path / "again.py").exists()
 

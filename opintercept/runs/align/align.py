@@ -7,8 +7,11 @@ reported. Imports torch only when it is called.
 from __future__ import annotations
 
 from opintercept._core.errors import OpInterceptError, needs
+from opintercept._core.text import listed
 from opintercept.runs.align.alignment import CAUSES, Alignment, Apart
 from opintercept.runs.store.run import Run
+
+_STRANGE = "another user wrote A, so its program was not computed again: use the command, or open_run(a, trusted=True)"
 
 
 def align(a: Run, b: Run) -> Alignment:
@@ -59,7 +62,8 @@ def align(a: Run, b: Run) -> Alignment:
             "weights in both programs, with tensors='full', or compare programs of the same modules with `opintercept "
             "diff A B`"
         )
-    pairs = compared(joining, links)
+    pairs, refused = compared(joining, links)
+    note = f"not on the list of operators that may run again, so not computed: {listed(refused)}"
     first = next((pair for pair in pairs if pair.kind in CAUSES), None)
     apart_a = [Apart("a", one.calls[i], links.reasons["a", i]) for i in range(len(one.calls)) if i not in links.of_a]
     apart_b = [
@@ -73,4 +77,5 @@ def align(a: Run, b: Run) -> Alignment:
         pairs=tuple(pairs),
         apart=(*apart_a, *apart_b),
         first=first,
+        notes=(note,) if refused else () if a.trusted else (_STRANGE,),
     )

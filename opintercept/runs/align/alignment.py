@@ -126,6 +126,7 @@ class Alignment(Plain, Table):
         pairs: What is joined, in the order of the first run.
         apart: The calls that are not joined.
         first: The first pair whose kind is `"changed operand"` or `"added"`; None if there is none.
+        notes: What could not be computed, in words.
     """
 
     a: RunHead = field(compare=False)
@@ -135,6 +136,7 @@ class Alignment(Plain, Table):
     pairs: tuple[Aligned, ...]
     apart: tuple[Apart, ...]
     first: Aligned | None
+    notes: tuple[str, ...] = ()
 
     def rows(self) -> tuple[Aligned, ...]:
         """The pairs."""
@@ -165,6 +167,7 @@ class Alignment(Plain, Table):
         yield from ("", self._cells())
         if self.apart:
             yield from ("", *self._not_joined())
+        yield from self.notes
 
     def _counts(self) -> Iterator[str]:
         of_a, of_b = self.calls
@@ -217,6 +220,7 @@ class Alignment(Plain, Table):
             "first": self.first and self.first.as_dict(),
             "pairs": [pair.as_dict() for pair in self.pairs],
             "apart": [each.as_dict() for each in self.apart],
+            "notes": list(self.notes),
         }
 
 

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from opintercept._core.text import listed
 from opintercept.runs.align.replay import LIMIT, Edit, ProgramReplay, Target, moves
 from opintercept.runs.compare.pairing import operator_name
-from opintercept.runs.explain.budget import FAILURES
 from opintercept.runs.explain.program import Leaf, ProgramMemory, Region, Step
+from opintercept.runs.program.again import FAILURES
 
 _MOST = 1 << 32  # elements that are computed for one cause
 _LARGEST = 1 << 27  # elements of a part that fits in memory

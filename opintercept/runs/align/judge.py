@@ -50,12 +50,16 @@ _TINY = torch.finfo(torch.float64).tiny
 Dtypes = tuple[torch.dtype, torch.dtype]
 
 
-def compared(joining: Joining, links: JoinedCalls) -> list[Aligned]:
-    """Compare what is joined, in the order of A; by a replay of its program if the run has it."""
+def compared(joining: Joining, links: JoinedCalls) -> tuple[list[Aligned], list[str]]:
+    """Compare what is joined, in the order of A; by a replay of its program if the run has it.
+
+    Returns:
+        The pairs, and the operators of the program that may not run again.
+    """
     with Spill() as spill:
         comparing = _Comparing(joining, links)
         comparing.replay(spill)
-        return list(comparing.pairs())
+        return list(comparing.pairs()), comparing.refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +137,7 @@ class _Comparing:
         self._means: dict[int, tuple[float, float]] = {}  # the usual errors of a product's input and output
         self._inputs: dict[int, float] = {}  # the error of a product's input, without columns that are off by chance
         self._replay: ProgramReplay | None = None
+        self.refused: list[str] = []
 
         @lru_cache(_KEPT)
         def read(name: SideName, number: int) -> Factors:
@@ -153,6 +158,7 @@ class _Comparing:
         program = _program(self._a)
         if program is None:
             return
+        self.refused = program.refused()
         products = {number: links for number, links in self._links.of_a.items() if any(m is not None for _, m in links)}
         dtypes = Counter(self._dtypes(number, "output") for number in products)
         usual = dtypes.most_common(1)[0][0] if dtypes else ()

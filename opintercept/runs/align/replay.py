@@ -19,8 +19,9 @@ from opintercept._ops import scratch
 from opintercept._ops.families import belongs
 from opintercept._ops.table import row_of
 from opintercept._values import rounding
-from opintercept.runs.explain.budget import FAILURES, Spill
+from opintercept.runs.explain.budget import Spill
 from opintercept.runs.explain.program import Program, ProgramMemory, Region, Step, last_uses
+from opintercept.runs.program.again import FAILURES
 
 LIMIT = 6.0
 """How many times its noise a row of an operand may be off: where nothing is planted, rows are off by 3 at most."""
@@ -284,6 +285,8 @@ class ProgramReplay:
 
         Kernels of GELU add numbers whose sum may be far smaller.
         """
+        if not inputs:  # it draws numbers, or what it was given is not known
+            return self._off(value, unit)
         if value.dim() and inputs[0].dim() and _sums(step):
             sums = rounding.unit(torch.float32) * math.sqrt(1 + inputs[0].size(-1) / 6)
             value = value * self._off(torch.ones(*value.shape[:-1], 1), sums)

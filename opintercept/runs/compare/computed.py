@@ -1,6 +1,6 @@
 """`computed`: what the function of a call makes of the operands of each run in float64, beside what the runs have.
 
-Invariant: anyone may have written the runs. Only operators are called whose kernels check their arguments.
+Invariant: anyone may have written the runs. `again` runs their calls.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import torch
 
 from opintercept._core.errors import OpInterceptError
 from opintercept._core.text import printable, short_name
-from opintercept._ops.families import belongs, is_checked
+from opintercept._ops.families import belongs
 from opintercept._ops.scratch import FOR_PROGRAM
 from opintercept._values import rounding
 from opintercept.runs.compare.difference import Computed
+from opintercept.runs.program import again
 from opintercept.runs.replay import prepared
 from opintercept.runs.store.codec import StoredCall, is_output, role_of
 from opintercept.runs.store.run import Run
@@ -70,12 +71,10 @@ class _Again:
             raise NotComputed("its values were not recorded")
         self._call = call
         try:
-            self._func, _, self._args, self._kwargs = prepared(
-                run, call, lambda tensor: tensor, _CPU, others=is_checked
-            )
+            self._operator, self._args, self._kwargs = prepared(run, call, lambda tensor: tensor, _CPU)
             found = {role: run.tensor(call, role) for role in call.tensors}
             self.exact = self._outputs(rounding.widened)
-        except OpInterceptError as failed:
+        except (OpInterceptError, *again.FAILURES) as failed:
             raise NotComputed(f"it cannot be computed again, as {printable(str(failed), 160)}") from failed
         read = {role: tensor for role, tensor in found.items() if tensor is not None}
         self.operands = {role: tensor for role, tensor in read.items() if not is_output(role)}
@@ -102,8 +101,8 @@ class _Again:
             args[2] = False  # they are wide already
         try:
             with torch.no_grad():
-                made = self._func(*args, **kwargs)
-        except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as failed:
+                made = again.run(self._operator, args, kwargs)
+        except again.FAILURES as failed:
             first_line = printable(str(failed).partition("\n")[0], 100)
             raise NotComputed(f"its operator does not run in float64: {first_line}") from failed
         outputs = list(made) if isinstance(made, (tuple, list)) else [made]
@@ -145,7 +144,7 @@ class _Again:
             device = "" if self._call.record.lhs is None else self._call.record.lhs.device.partition(":")[0]
             bound = bound + rounding.of_sums(own, terms, device) * size
             if "bias" in self.operands:  # some kernels round the product before they add it
-                bias = self.operands["bias"].double().abs().amax()
+                bias = _largest_of(self.operands["bias"])
                 bound = bound + rounding.unit(dtype) * (2 * bias + exact.abs())
             if least <= min((rounding.unit(tensor.dtype) for tensor in given), default=1.0):
                 return bound
@@ -159,7 +158,7 @@ class _Again:
         op, nothing = short_name(self._call.record.op), torch.zeros(())
         gradient = next((tensor for name, tensor in self.operands.items() if name.startswith("grad")), None)
         if "attention" in op:
-            return (self.operands.get("value", exact) if gradient is None else exact).double().abs().amax()
+            return _largest_of(self.operands.get("value", exact) if gradient is None else exact)
         if not belongs(f"aten::{op}", lambda: None, "activation"):
             return nothing
         used = next(iter(self.operands.values()), nothing) if gradient is None else gradient
@@ -172,8 +171,13 @@ class _Again:
         if "attention" in record.op and record.rhs is not None:
             return record.rhs.shape[-2]
         if "convolution" in record.op and (weight := self.operands.get("rhs", self.operands.get("weight"))) is not None:
-            return max(operands) / min(weight.shape[:2])
+            return max(operands) / max(min(weight.shape[:2]), 1)
         return max(1.0, max(operands, default=1) / min(outputs, default=1))
+
+
+def _largest_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The largest modulus; 0 of no numbers."""
+    return tensor.double().abs().amax() if tensor.numel() else torch.zeros((), dtype=torch.float64)
 
 
 def modulus(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -21,11 +20,11 @@ from opintercept._values import rounding
 from opintercept.runs.compare.computed import modulus
 from opintercept.runs.explain.explanation import OutputDistance
 from opintercept.runs.explain.program import Program, ProgramMemory, Region, Step, in_double, last_uses
+from opintercept.runs.program.again import FAILURES
 from opintercept.runs.store.codec import role_of
 
 Measure = Callable[[torch.Tensor], torch.Tensor]
 Inputs = dict[tuple[int, int], int]  # where inputs are kept, by the place of a call and their own
-FAILURES = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError)
 _FEW = 8.0  # units in the last place by which a function that is no sum may be off
 
 
@@ -138,14 +137,14 @@ class Budget:
     Attributes:
         added: The differences, in A's order.
         path: How far the first outputs of calls are apart as they were recorded, in A's order.
-        uncomputed: How many calls could not be computed in float64, by operator: their own results are not judged.
+        uncomputed: Why calls could not be computed in float64, by their places: their own results are not judged.
     """
 
     def __init__(self, a: Program, b: Program, pairs: Mapping[int, int], end: int, spill: Spill) -> None:
         self.added: list[Added] = []
         self.path: list[OutputDistance] = []
         self._coarsest = torch.float64
-        self.uncomputed: Counter[str] = Counter()
+        self.uncomputed: dict[int, Exception] = {}
         self._a, self._b, self._end = a, b, end
         self._steps = a.steps[: end + 1]
         self._spill = spill
@@ -274,8 +273,8 @@ class Budget:
         try:
             with torch.no_grad():
                 return step.compute([in_double(each) for each in inputs])
-        except FAILURES:
-            self.uncomputed[step.stored.record.op] += 1
+        except FAILURES as failed:
+            self.uncomputed.setdefault(step.number, failed)
             return None
 
     def weigh(self, measure: Measure) -> tuple[float, float]:
@@ -342,8 +341,8 @@ class Budget:
         wanted = [place for place in sorted(step.reads) if inputs[place].is_floating_point()]
         try:
             found = _pulled_back(step, inputs, wanted, gradients)
-        except FAILURES:
-            self.uncomputed[step.stored.record.op] += 1
+        except FAILURES as failed:
+            self.uncomputed.setdefault(step.number, failed)
             return
         for place, gradient in zip(wanted, found, strict=True):
             if gradient is not None:

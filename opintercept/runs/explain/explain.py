@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from opintercept._core.checks import check_choice
 from opintercept._core.errors import OpInterceptError, needs
-from opintercept._core.text import counted, listed
+from opintercept._core.text import counted, listed, printable
 from opintercept.runs.compare.pairing import operator_name
 from opintercept.runs.explain.explanation import BY, Explanation, Share, ShareBy, groups
 from opintercept.runs.store.run import Run
@@ -275,6 +275,8 @@ _NO_VALUES = frozenset(("dtype", "device", "layout", "pin_memory", "memory_forma
 
 
 def _notes(program: Program, pairs: dict[int, int], end: int, budget: Budget) -> tuple[str, ...]:
+    from opintercept.runs.program.again import NotRunError  # which imports torch
+
     steps = program.steps[: end + 1]
     alone = [step.stored.record for step in steps if step.number not in pairs]
     notes = []
@@ -282,9 +284,15 @@ def _notes(program: Program, pairs: dict[int, int], end: int, budget: Budget) ->
         ops = listed(list(dict.fromkeys(operator_name(record.op) for record in alone)))
         notes.append(f"{counted(len(alone), 'call')} of A without a counterpart in B: {ops}")
     if budget.uncomputed:
-        calls = sum(budget.uncomputed.values())
-        names = [operator_name(op) for op in budget.uncomputed]
+        calls, names = counted(len(budget.uncomputed), "call"), {}
+        for place, failed in budget.uncomputed.items():
+            why = f" ({printable(str(failed), 160)})" if isinstance(failed, NotRunError) else ""
+            names.setdefault(program.steps[place].operator, why)
+        what = listed([f"{name}{why}" for name, why in names.items()])
+        notes.append(f"not computed in float64: {calls}, {what}; rows before them may lack costs")
+    if refused := program.refused(end):
         notes.append(
-            f"not computed in float64: {counted(calls, 'call')}, {listed(names)}; rows before them may lack costs"
+            f"not on the list of operators that may run again, so not computed: {listed(refused)}; rows before them "
+            "may lack costs"
         )
     return tuple(notes)

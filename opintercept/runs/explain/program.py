@@ -1,13 +1,15 @@
 """`Program`: the forward calls of one step of a run, which can be computed again, in float64 and with other values.
 
-Invariant: anyone may have written the run. Only operators of ATen are called that read a tensor, with arguments that
-are tensors, numbers and dtypes, and what they make is as large as what was recorded.
+Invariant: anyone may have written the run. `again` runs its calls, what they make is as large as what was recorded, and
+the memory of the program is not far larger than what the run holds.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,12 +19,13 @@ import torch
 from opintercept._core.errors import OpInterceptError
 from opintercept._ops import scratch
 from opintercept._ops.families import makes_values
-from opintercept._ops.table import overloads
 from opintercept.runs.compare.pairing import operator_name
+from opintercept.runs.program import again
 from opintercept.runs.store.codec import StoredCall, role_of
 from opintercept.runs.store.run import Run
 
-_MOST_ELEMENTS = 1 << 32  # of a tensor's memory
+_ROOM = 1 << 24  # elements of memory that a program may use, however few were recorded
+_FOLD = 16  # how many times as many it may use as were recorded
 
 
 class Region(NamedTuple):
@@ -61,32 +64,40 @@ class Step:
     Attributes:
         number: Its place in the program.
         stored: The recorded call.
-        overload: The operator; None if it is not computed again, since it reads no real numbers, draws random ones, is
-            none of ATen's or has arguments that were not recorded. What was recorded stands for its result.
+        called: What is called to compute it again; None if it is not computed again, since it is not on the list of
+            operators that may be, draws random numbers or has arguments that were not recorded. What was recorded
+            stands for its result.
         arguments: Those that it was given, by name, with a `Leaf` for each tensor.
         inputs: The tensors that it reads, by the names of its parameters.
         outputs: What it returns; None for what is no tensor.
         written: The places among the inputs that it writes to.
         reads: The places of those that it reads.
         computes: Whether its outputs have values of their own: they are no views of known memory.
+        refused: Whether it is not computed again because its operator is not on the list.
         fits: Whether the operator is known to make outputs of the recorded size.
     """
 
     number: int
     stored: StoredCall
-    overload: Any
+    called: again.Operator | None
     arguments: dict[str, Any]
     inputs: list[tuple[str, Region]]
     outputs: list[Region | None]
     written: frozenset[int]
     reads: frozenset[int]
     computes: bool
+    refused: bool = False
     fits: bool = False
 
     @property
     def operator(self) -> str:
         """The operator's own name, `"mm"`."""
         return operator_name(self.stored.record.op)
+
+    @property
+    def overload(self) -> Any:
+        """The operator itself, if it is computed again."""
+        return None if self.called is None else self.called.func
 
     def compute(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """The outputs for these inputs; real numbers are computed in float64 if the inputs are.
@@ -95,16 +106,22 @@ class Step:
             ValueError: The outputs would not be as large as the recorded ones.
             Exception: The operator fails.
         """
+        called, arguments = self._given(inputs)
         if not self.fits:
-            with torch.no_grad():
-                made = self._run([each.to("meta") for each in inputs])
-            for each, region in zip(made, self.outputs, strict=False):
-                if each is not None and region is not None and each.numel() != math.prod(region.shape):
-                    raise ValueError("an output must have the recorded size")
+            known = [math.prod(region.shape) for region in self.outputs if region is not None and region.name]
+            again.check_size(called, (), arguments, again.room(inputs, known))
             self.fits = True
-        return self._run(inputs)
+        made = again.run(called, (), arguments)
+        outputs = list(made) if isinstance(made, (tuple, list)) else [made]
+        outputs = outputs[:1] if called is _ATTENTION else outputs  # the others are not those of the fused operator
+        found = [each if isinstance(each, torch.Tensor) else None for each in outputs]
+        for each, region in zip(found, self.outputs, strict=False):
+            if each is not None and region is not None and each.numel() != math.prod(region.shape):
+                raise ValueError("an output must have the recorded size")
+        return found
 
-    def _run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    def _given(self, inputs: Sequence[torch.Tensor]) -> tuple[again.Operator, dict[str, Any]]:
+        """What is called, and its arguments by name."""
         given = [each.clone() if place in self.written else each for place, each in enumerate(inputs)]
         double = any(each.dtype == torch.float64 for each in given)
 
@@ -115,29 +132,29 @@ class Step:
                 return [value(each) for each in item]
             return torch.float64 if double and isinstance(item, torch.dtype) and item.is_floating_point else item
 
+        assert self.called is not None
         arguments = {name: value(item) for name, item in self.arguments.items()}
         if double and "half_to_float" in arguments:  # of a softmax, whose input is as wide as its output now
             arguments["half_to_float"] = False
-        if self.overload._schema.name.startswith("aten::_scaled_dot_product_"):
-            return [_attention(arguments)]
-        made = self.overload(**arguments)
-        outputs = list(made) if isinstance(made, (tuple, list)) else [made]
-        return [each if isinstance(each, torch.Tensor) else None for each in outputs]
+        if self.operator.startswith("_scaled_dot_product_"):
+            return _ATTENTION, _attention(arguments)
+        return self.called, arguments
 
 
-def _attention(given: dict[str, Any]) -> torch.Tensor:
-    """The output of a fused attention, by operators that have derivatives for all of their arguments."""
+_MATH = "_scaled_dot_product_attention_math"
+_ATTENTION = again.operator_of(f"aten::{_MATH}", f"aten.{_MATH}.default")
+
+
+def _attention(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of an attention by operators that have derivatives for all of them, from those of a fused one."""
     query, key = given["query"], given["key"]
-    made: torch.Tensor = torch.ops.aten._scaled_dot_product_attention_math(
-        query,
-        key,
-        given["value"],
-        given.get("attn_mask", given.get("attn_bias")),
-        is_causal=given.get("is_causal", False),
-        scale=given.get("scale"),
-        enable_gqa=query.dim() == 4 and query.shape[1] != key.shape[1],
-    )[0]
-    return made
+    return {
+        **{"query": query, "key": key, "value": given["value"]},
+        "attn_mask": given.get("attn_mask", given.get("attn_bias")),
+        "is_causal": given.get("is_causal", False),
+        "scale": given.get("scale"),
+        "enable_gqa": query.dim() == 4 and query.shape[1] != key.shape[1],
+    }
 
 
 class Program:
@@ -152,11 +169,13 @@ class Program:
     """
 
     def __init__(self, run: Run, rank: int, step: int | None = None) -> None:
+        run.check_trusted()
         self.run, self.rank = run, rank
         self.steps: list[Step] = []
         self.sizes: dict[int, int] = {}
         self.root: int | None = None
         self.numbers: dict[int, int] = {}  # the place of a call by its number in the run
+        self._held: dict[str, int] = {}  # how many elements the recorded tensors have
         last: Region | None = None
         for number, stored in run.located(rank):
             record = stored.record
@@ -181,6 +200,12 @@ class Program:
                 f"{str(run.path)!r} must have forward calls with all of their values; record it with "
                 "`opintercept run --explain` or with RunRecorder(folder, 'full') under ops=\"all\""
             )
+        used, held = sum(self.sizes.values()), sum(self._held.values())
+        if used > max(_ROOM, _FOLD * held):
+            raise OpInterceptError(
+                f"the memory of a program must not be far larger than what was recorded of it, got {used:,} numbers in "
+                f"{str(run.path)!r}, of which {held:,} were recorded"
+            )
 
     def _add(self, number: int, step: Step) -> None:
         step.number = len(self.steps)
@@ -188,11 +213,24 @@ class Program:
         self.steps.append(step)
         for region in (*(region for _, region in step.inputs), *filter(None, step.outputs)):
             self.sizes[region.memory] = max(self.sizes.get(region.memory, 0), region.end)
+            if region.name is not None:
+                if region.name not in self._held:
+                    self._held[region.name] = self.run.size(self.rank, region.name)
+                if self._held[region.name] != math.prod(region.shape):
+                    raise OpInterceptError(
+                        f"a tensor must be as large as its recorded values, got the shape {region.shape!r:.80} for "
+                        f"{self._held[region.name]:,} numbers of {region.name!r}"
+                    )
 
     def _maker(self, region: Region) -> int | None:
         """The last call that wrote to a region."""
         made = (step.number for step in reversed(self.steps) for each in step.outputs if each and _is(each, region))
         return next(made, None)
+
+    def refused(self, end: int | None = None) -> list[str]:
+        """The operators that read tensors and are not on the list of those that may run again, up to a call."""
+        steps = self.steps if end is None else self.steps[: end + 1]
+        return [*dict.fromkeys(step.operator for step in steps if step.refused and step.reads)]
 
     def value(self, region: Region) -> torch.Tensor:
         """The recorded values, in the region's shape."""
@@ -210,12 +248,17 @@ def _read(stored: StoredCall) -> Step | None:
     given, record = stored.given, stored.record
     if given is None or not isinstance(given.get("outputs"), list):
         return _opaque(stored)
-    overload = _overload(record.op, record.func)
+    overload = again.overload_of(record.op, record.func) if record.op.startswith("aten::") else None
     parameters = [] if overload is None else list(overload._schema.arguments)
     inputs: list[tuple[str, Region]] = []
     names = [each.name for each in parameters] + [str(place) for place in range(len(parameters), len(given["args"]))]
+
+    def leaf(plain: Mapping[str, Any], name: str) -> Leaf:
+        inputs.append((name, _region(plain, plain["tensor"])))
+        return Leaf(len(inputs) - 1)
+
     arguments = {
-        name: _argument(item, name, inputs)
+        name: again.argument(item, name, leaf, torch.device("cpu"))
         for name, item in (*zip(names, given["args"], strict=False), *given["kwargs"].items())
     }
     roles = [role_of(place) for place in range(len(given["outputs"]))]
@@ -223,6 +266,8 @@ def _read(stored: StoredCall) -> Step | None:
         None if each is None else _region(each, stored.tensors.get(role))
         for role, each in zip(roles, given["outputs"], strict=True)
     ]
+    is_random = overload is not None and _is_random(overload, stored)
+    called = None if overload is None or is_random else _listed(record.op, record.func)
     written = {each.name for each in parameters if each.alias_info is not None and each.alias_info.is_write}
     ignored = {each.name for each in parameters if each.is_out}
     ignored |= written if scratch.torchs_name(record.op) in scratch.OVERWRITES else set()
@@ -230,13 +275,14 @@ def _read(stored: StoredCall) -> Step | None:
     return Step(
         number=0,
         stored=stored,
-        overload=None if overload is None or _is_random(overload, stored) else overload,
+        called=called,
         arguments=arguments,
         inputs=inputs,
         outputs=outputs,
         written=frozenset(place for place, name in places if name in written),
         reads=frozenset(place for place, name in places if name not in ignored),
         computes=overload is None or makes_values(overload),
+        refused=called is None and not is_random,
     )
 
 
@@ -253,47 +299,27 @@ def _opaque(stored: StoredCall) -> Step | None:
     return Step(0, stored, None, {}, [], regions, nothing, nothing, True) if any(regions) else None
 
 
-def _argument(plain: Any, name: str, inputs: list[tuple[str, Region]]) -> Any:
-    """An argument, with its tensors added to the inputs."""
-    match plain:
-        case {"tensor": str(stored)}:
-            inputs.append((name, _region(plain, stored)))
-            return Leaf(len(inputs) - 1)
-        case {"list": list(items)}:
-            return [_argument(item, f"{name}[{place}]", inputs) for place, item in enumerate(items)]
-        case {"torch": str(constant)}:
-            found = getattr(torch, constant, None)
-            if isinstance(found, (torch.dtype, torch.layout, torch.memory_format)):
-                return found
-        case {"device": str()}:
-            return torch.device("cpu")
-        case None | bool() | int() | float() | str():
-            return plain
-    raise OpInterceptError(f"a recorded argument must be a tensor, a number or a dtype, got {plain!r:.80}")
-
-
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(torch.empty(shape, device="meta").stride())
+    return (*itertools.accumulate(reversed(shape[1:]), operator.mul, initial=1),)[::-1] if shape else ()
 
 
-def _region(plain: dict[str, Any], name: str | None) -> Region:
+def _region(plain: Mapping[str, Any], name: str | None) -> Region:
     match plain:
         case {"shape": list(shape), "memory": [int(memory), int(offset), list(stride), bool(weight)]}:
             numbers = (memory, offset, *shape, *stride)
             sound = len(shape) == len(stride) <= 64 and all(type(n) is int and 0 <= n < 1 << 40 for n in numbers)
-            region = Region(name, tuple(shape), memory, offset, tuple(stride), weight) if sound else None
-            if region is not None and region.end <= _MOST_ELEMENTS:
-                return region
+            if sound:
+                return Region(name, tuple(shape), memory, offset, tuple(stride), weight)
     raise OpInterceptError(
         "each tensor of a run must say where it lies in memory; record the run with this version of opintercept"
     )
 
 
-@functools.lru_cache(4096)
-def _overload(op: str, func: str) -> Any:
-    if not op.startswith("aten::") or op.startswith(("aten::from_file", "aten::_local_scalar_dense")):
+def _listed(op: str, func: str) -> again.Operator | None:
+    try:
+        return again.operator_of(op, func)
+    except again.NotRunError:
         return None
-    return next((each for each in overloads(op) if str(each) == func), None)
 
 
 def _is_random(overload: Any, stored: StoredCall) -> bool:

@@ -60,6 +60,7 @@ MORE = tuple(name for name in FORMATS if name not in (*PLACES, "phase", "grad_of
 CHUNK = 1 << 14  # calls that are read together
 _CHECKED = 1 << 16  # records that are checked together
 MAX_SHARED = 1 << 28  # bytes of the texts that calls share
+_RUIN = 1 << 26  # bytes of damaged texts that may be skipped
 _BLOCK, _BLOCKS = 1 << 12, 64  # records that are read together where few are wanted, and how many of these are kept
 _KNOWN = 1 << 12  # signatures that are remembered
 _BATCH = 256  # calls that are made together
@@ -215,11 +216,14 @@ class Columns:
     def _damaged_texts(self) -> Array:
         """The places of the texts of calls that are damaged."""
         found = []
-        place = 1
+        place, damaged = 1, 0
         with suppress(FileNotFoundError), open_plain(self._folder / CALL_TEXTS) as file:
             while line := file.readline(MAX_LINE):
                 if opened(line) is None:
                     found.append(place)
+                    damaged += len(line)
+                    if damaged > max(place // 2, _RUIN):  # such as a hole of any size
+                        raise OpInterceptError(f"{self._folder / CALL_TEXTS} is damaged: most of its lines are none")
                 place += len(line)
         return np.array(found, np.uint64)
 

@@ -1,4 +1,4 @@
-"""`open_plain` and `replaced`: read files that anyone may have made, and write a file whole or not at all.
+"""Reads files that anyone may have made, says whose they are, and writes a file whole or not at all.
 
 Must not import torch.
 """
@@ -48,6 +48,20 @@ def open_plain(path: Path) -> BufferedReader:
         os.close(descriptor)
         raise OpInterceptError(f"{str(path)!r} must be a plain file; remove it")
     return os.fdopen(descriptor, "rb")
+
+
+def written_by_others(folder: Path, depth: int = 2) -> bool:
+    """Whether a folder, or something as deep in it as runs have files, is another user's or cannot be looked at."""
+    try:
+        return os.stat(folder).st_uid != os.getuid() or any(
+            each.stat(follow_symlinks=False).st_uid != os.getuid()
+            or (depth and each.is_dir(follow_symlinks=False) and written_by_others(Path(each.path), depth - 1))
+            for each in os.scandir(folder)
+        )
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # no run; a ValueError for a NUL in the path
+        return False
+    except OSError:
+        return True
 
 
 def read_plain(path: Path, most: int) -> bytes:

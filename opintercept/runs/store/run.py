@@ -12,19 +12,19 @@ import os
 import re
 import stat
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from opintercept._core.errors import OpInterceptError, OpInterceptWarning, needs
 from opintercept._core.record import Plain
 from opintercept._core.tables import Frames, Page, Part
 from opintercept._core.text import counted, listed, printable
 from opintercept.runs.store.codec import TENSOR_NAME, StoredCall
-from opintercept.runs.store.files import open_plain
+from opintercept.runs.store.files import open_plain, written_by_others
 from opintercept.runs.store.untrusted import WRONG, checked, field_checks, integer, items, parsed
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ MAX_INFO = 1 << 20  # bytes of `run.json`
 MAX_TENSOR = 1 << 32  # bytes of one tensor that is read back
 _RANK = re.compile(r"rank([0-9]{1,6})", re.ASCII)
 
+_Read = TypeVar("_Read")
 TensorMode = Literal["none", "stats", "sample", "full"]
 
 
@@ -104,16 +105,25 @@ class RunHead(Plain):
         return {"path": self.path, "ranks": list(self.ranks), "info": self.info.as_dict()}
 
 
-def open_run(path: str | os.PathLike[str]) -> Run:
+def open_run(path: str | os.PathLike[str], *, trusted: bool | None = None) -> Run:
     """Open a run's folder, or one that holds a folder `rank0`, `rank1`, ... for each process.
 
     Ranks left over from an older run are skipped with a warning: those of another number of processes, of another
     launch or attempt of torchrun, and those whose last call was written a minute before the newest rank began.
 
+    Args:
+        path: The folder.
+        trusted: Whether recorded calls may run again in this process. By default they may if all files are this user's.
+
     Raises:
         OpInterceptError: There is no run, or it cannot be read.
     """
-    folder = Path(path)
+    run = _opened(Path(path))
+    run.trusted = not written_by_others(run.path) if trusted is None else trusted
+    return run
+
+
+def _opened(folder: Path) -> Run:
     parts = {0: folder}
     if not os.path.lexists(folder / INFO):
         parts = {rank: entry for rank, entry in rank_folders(folder) if os.path.lexists(entry / INFO)}
@@ -161,7 +171,7 @@ def _of_one_run(folder: Path, parts: Mapping[int, Path], infos: dict[int, RunInf
             f"skipped {', '.join(names[:16])}{', ...' if len(names) > 16 else ''} in {folder}, left over from an older "
             f"run {reason}; remove that run",
             OpInterceptWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
     return {rank: info for rank, info in infos.items() if rank not in older}
 
@@ -208,6 +218,7 @@ class Run(Frames, Page):
     Attributes:
         path: The folder.
         infos: The descriptions of the processes, by rank.
+        trusted: Whether recorded calls may run again in this process.
 
     Example:
         >>> import tempfile, torch
@@ -223,6 +234,7 @@ class Run(Frames, Page):
     def __init__(self, path: Path, parts: Mapping[int, Path], infos: Mapping[int, RunInfo]) -> None:
         self.path = path
         self.infos = dict(infos)
+        self.trusted = True
         self._parts = dict(parts)
         self._columns_of: dict[int, Columns] = {}
         self._tensor_files: dict[Path, tuple[tuple[int, ...], Any]] = {}
@@ -263,6 +275,14 @@ class Run(Frames, Page):
     def head(self) -> RunHead:
         """What results say of the run."""
         return RunHead(str(self.path), self.ranks, self.info, self.alone)
+
+    def check_trusted(self) -> None:
+        """Refuse to run calls again that another user has written."""
+        if not self.trusted:
+            raise OpInterceptError(
+                "another user wrote the run: use the command line, which computes in a process of its own, or "
+                "open_run(path, trusted=True)"
+            )
 
     def calls(self, rank: int | None = None) -> Iterator[StoredCall]:
         """The calls in the order in which they ended, process by process; with `rank`, those of one process.
@@ -337,6 +357,21 @@ class Run(Frames, Page):
 
     def load(self, rank: int, name: str, limit: int = MAX_TENSOR) -> torch.Tensor:
         """The same by the tensor's name, for tensors in `StoredCall.given`."""
+
+        def values(file: Any, key: str, path: Path) -> torch.Tensor:
+            size = _size_of(file.get_slice(key))
+            if size > limit:
+                raise OpInterceptError(f"tensor {name!r} in {path} has {size} bytes, more than the limit of {limit}")
+            made: torch.Tensor = file.get_tensor(key)
+            return made
+
+        return self._of_tensor(rank, name, values)
+
+    def size(self, rank: int, name: str) -> int:
+        """How many elements a stored tensor has, without reading them."""
+        return self._of_tensor(rank, name, lambda file, key, _: math.prod(_shape_of(file.get_slice(key))))
+
+    def _of_tensor(self, rank: int, name: str, read: Callable[[Any, str, Path], _Read]) -> _Read:
         match = TENSOR_NAME.fullmatch(name)
         if match is None:
             raise OpInterceptError(f"a tensor must have a name such as '0/0123456789abcdef-0', got {name!r}")
@@ -345,16 +380,11 @@ class Run(Frames, Page):
         path = self._parts[rank] / TENSORS / f"{int(match[1]):08d}.safetensors"
         _refuse_special(path)
         try:
-            file = self._tensor_file(path)
-            size = _size_of(file.get_slice(match[2]))
-            if size <= limit:
-                tensor: torch.Tensor = file.get_tensor(match[2])
-                return tensor
-        except ImportError:
+            return read(self._tensor_file(path), match[2], path)
+        except (ImportError, OpInterceptError):
             raise
         except Exception as broken:  # a SafetensorError, an OSError, a KeyError for an unknown dtype
             raise OpInterceptError(f"cannot read tensor {name!r} from {path}: {broken}") from broken
-        raise OpInterceptError(f"tensor {name!r} in {path} has {size} bytes, more than the limit of {limit}")
 
     def _tensor_file(self, path: Path) -> Any:
         """A file of tensors, which stays open: reading the head of one with thousands takes milliseconds."""
@@ -393,7 +423,11 @@ def _safe_open() -> Any:
 def _size_of(part: Any) -> int:
     """The bytes of a tensor, whose file is large enough for it, as safetensors checks."""
     bits = re.search("[0-9]+", part.get_dtype())  # "F32", "F8_E4M3"
-    return math.prod(map(integer, items(part.get_shape()))) * (int(bits[0]) if bits else 8) // 8
+    return math.prod(_shape_of(part)) * (int(bits[0]) if bits else 8) // 8
+
+
+def _shape_of(part: Any) -> list[int]:
+    return [integer(size) for size in items(part.get_shape())]
 
 
 def _refuse_special(path: Path) -> None:

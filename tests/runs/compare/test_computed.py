@@ -298,13 +298,13 @@ def test_random_and_complex_numbers_are_not_computed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("func", ["aten.from_file.default", "aten.set_.source_Tensor", "torch.load", "os.system"])
-def test_only_operators_that_check_their_arguments_are_called(tmp_path: Path, func: str) -> None:
+def test_only_operators_on_the_list_are_called(tmp_path: Path, func: str) -> None:
     run = record(tmp_path / "run", lambda: X * 2, ops="all")
     call = next(run.calls())
     assert isinstance(computed(run, call, run, call), Computed)
     for op in (func, func.replace("aten.", "aten::").rpartition(".")[0]):
         lie = replace(call, record=replace(call.record, func=func, op=op))
-        with pytest.raises(NotComputed, match=r"it cannot be computed again, as only operators of the op table"):
+        with pytest.raises(NotComputed, match=r"it cannot be computed again, as .* is not on the list of operators"):
             computed(run, lie, run, lie)
 
 

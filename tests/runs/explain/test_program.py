@@ -98,13 +98,19 @@ class Edited:
     def load(self, rank: int, name: str) -> torch.Tensor:
         return self._run.load(rank, name)
 
+    def size(self, rank: int, name: str) -> int:
+        return self._run.size(rank, name)
+
+    def check_trusted(self) -> None:
+        self._run.check_trusted()
+
 
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
         ({"tensor": "0/0", "shape": [4], "memory": [1, 0, "no", False]}, "must say where it lies in memory"),
         ({"tensor": "0/0", "shape": [4], "memory": [1, -1, [1], False]}, "must say where it lies in memory"),
-        ({"tensor": "0/0", "shape": [4], "memory": [1, 1 << 39, [1], False]}, "must say where it lies in memory"),
+        ({"tensor": "0/0", "shape": [4], "memory": [1, 1 << 40, [1], False]}, "must say where it lies in memory"),
         ({"tensor": "0/0", "shape": [4]}, "must say where it lies in memory"),
         ({"torch": "load"}, "a recorded argument must be a tensor, a number or a dtype, got {'torch': 'load'}"),
         ({"call": "os.system"}, "a recorded argument must be a tensor, a number or a dtype"),
@@ -121,6 +127,25 @@ def test_only_operators_of_the_recorded_name_are_called(func: str, tmp_path: Pat
     edited: Any = Edited(record(tmp_path / "run"), "aten::mul", func=func)
     step = next(step for step in Program(edited, 0).steps if step.stored.record.op == "aten::mul")
     assert step.overload in (None, torch.ops.aten.mul.out)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"memory": [77, 1 << 32, [2, 1], False]}, r"not be far larger than what was recorded of it, got 4,294,967,3"),
+        (
+            {"shape": [1 << 20, 1 << 20]},
+            r"as large as its recorded values, got the shape \(1048576, 1048576\) for 6 num",
+        ),
+    ],
+)
+def test_memory_that_was_not_recorded_is_not_made(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    run = record(tmp_path / "run")
+    given = next(call.given for call in run.calls() if call.record.op == "aten::mm")
+    assert given is not None
+    edited: Any = Edited(run, "aten::mm", args=[given["args"][0], given["args"][1] | change])
+    with pytest.raises(OpInterceptError, match=message):
+        Program(edited, 0)
 
 
 def test_an_output_of_another_size_is_not_computed(tmp_path: Path) -> None:
