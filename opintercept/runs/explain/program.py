@@ -230,7 +230,7 @@ class Program:
     def refused(self, end: int | None = None) -> list[str]:
         """The operators that read tensors and are not on the list of those that may run again, up to a call."""
         steps = self.steps if end is None else self.steps[: end + 1]
-        return [*dict.fromkeys(step.operator for step in steps if step.refused and step.reads)]
+        return [*dict.fromkeys(step.operator for step in steps if step.refused and step.reads and any(step.outputs))]
 
     def value(self, region: Region) -> torch.Tensor:
         """The recorded values, in the region's shape."""

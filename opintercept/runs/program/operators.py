@@ -94,7 +94,16 @@ NAMES = frozenset(
 )
 _WITH_OUT = frozenset(("mm", "addmm", "bmm", "baddbmm", "addbmm", "addmv", "mv", "dot", "vdot"))
 _UNSIZED = frozenset(
-    ("nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim", "bincount", "repeat_interleave")
+    (
+        "nonzero",
+        "masked_select",
+        "_unique2",
+        "unique_consecutive",
+        "unique_dim",
+        "bincount",
+        "repeat_interleave",
+        "_grouped_mm",
+    )
 )
 
 
@@ -273,6 +282,22 @@ def _unfolded(given: Given) -> None:
     )
 
 
+def _grouped_mm(given: Given) -> None:
+    x, y, ends = given["self"], given["mat2"], given["offs"]
+    _same(x, y)
+    _need(x.dim() in (2, 3) and y.dim() in (2, 3) and x.shape[-1] == y.shape[-2], "the shape of mat2")
+    if x.dim() == y.dim() == 3:
+        _need(ends is None and len(x) == len(y), "offs")
+        groups = len(x)
+    else:
+        groups = len(x) if x.dim() == 3 else len(y) if y.dim() == 3 else len(ends)
+        limit = x.shape[1] if x.dim() == y.dim() else len(x) if x.dim() == 2 else y.shape[1]
+        _need(ends.shape == (groups,) and ends.dtype == torch.int32 and bool((ends.diff() >= 0).all()), "offs")
+        _within(ends, limit + 1)
+    _need(given["bias"] is None and given["out_dtype"] in (None, x.dtype), "bias")
+    _need(groups * x.shape[-2] * y.shape[-1] <= _MOST_COLUMNS, "the shape of mat2")
+
+
 def _rnn_layer(given: Given) -> None:
     x, hidden = given["input"], given["hidden_size"]
     weights = [given[f"weight{place}"] for place in range(4)]
@@ -324,6 +349,7 @@ CHECKS: Mapping[str, Check] = {
     "_scaled_dot_product_flash_attention_for_cpu": _flash_attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _flash_attention_backward,
     **dict.fromkeys(("convolution", "convolution_backward", "_convolution", "mkldnn_convolution"), _unfolded),
+    "_grouped_mm": _grouped_mm,
     "mkldnn_rnn_layer": _rnn_layer,
     "repeat_interleave": _repeats,
     "masked_select": _selected,
