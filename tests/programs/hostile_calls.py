@@ -430,7 +430,8 @@ def tried(count: int, names: Iterable[str] = ()) -> Iterator[Found]:
     """Try all operators, or those of these names."""
     every, valid = listed(), valid_calls()
     for name in every.keys() & valid.keys():  # what torch imports when it first needs it counts for no call
-        attempt(every[name], valid[name][0], double=True, derived=False)
+        for given in valid[name][:1]:
+            attempt(every[name], given, double=True, derived=False)
     for name in names or every:
         yield try_operator(name, every[name], valid.get(name, []), count)
 

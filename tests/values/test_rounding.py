@@ -130,3 +130,10 @@ def test_each_row_of_an_operand_has_its_own_size() -> None:
     assert operand_roundings(x, y) == pytest.approx(1e-3 / 2.0**-24, rel=1e-3)
     nan = torch.tensor([[math.nan, 1.0]])
     assert operand_roundings(nan, nan.clone()) == 0
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3), (2, 0, 4)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_operands_without_numbers_are_equal(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    assert operand_roundings(torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)) == 0
+    assert operand_roundings(torch.empty(shape), torch.empty(*shape, 1)) == math.inf

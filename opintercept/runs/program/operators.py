@@ -304,8 +304,8 @@ def _rnn_layer(given: Given) -> None:
     _same(x, given["hx_"], given["cx_"], *weights)
     _need(given["mode"] == 2 and given["batch_sizes"] == [] and x.dim() == 3 and x.numel() > 0, "mode")
     _need(type(hidden) is int and 0 < hidden <= 1 << 20, "hidden_size")
-    shapes = [(4 * hidden, x.shape[2]), (4 * hidden, hidden)]
-    shapes += [(4 * hidden,)] * 2 if given["has_biases"] else shapes
+    shapes: list[tuple[int, ...]] = [(4 * hidden, x.shape[2]), (4 * hidden, hidden)]
+    shapes += [(4 * hidden,), (4 * hidden,)] if given["has_biases"] else shapes
     _need([tuple(each.shape) for each in weights] == shapes, "the shape of a weight")
     batch = x.shape[1]  # the batch is second here, whatever `batch_first` says
     _need(all(given[name].shape == (batch, hidden) for name in ("hx_", "cx_")), "the shape of hx_ and cx_")

@@ -125,6 +125,28 @@ def test_random_numbers_are_as_recorded(tmp_path: Path) -> None:
     assert found.equal
 
 
+def test_a_weight_that_the_program_draws_with_a_generator_is_as_recorded(tmp_path: Path) -> None:
+    def program() -> None:
+        generator = torch.Generator().manual_seed(1)
+        weight, other = torch.randn(8, 8, generator=generator), torch.empty(8, 8).normal_(generator=generator)
+        F.linear(F.gelu(F.linear(torch.ones(3, 8), weight)), other.softmax(-1))
+
+    found = aligned(tmp_path, program, program)
+    assert (found.equal, len(found.pairs), found.notes) == (True, 2, ())
+
+
+def test_an_operator_that_may_not_run_again_is_named(tmp_path: Path) -> None:
+    model = Layers()
+    found = aligned(tmp_path, lambda: model(X, torch.special.i1), lambda: model(X, torch.special.modified_bessel_i1))
+    assert found.notes == ()
+    swapped = aligned(
+        tmp_path / "b", lambda: model(X, torch.special.modified_bessel_i1), lambda: model(X, torch.special.i1)
+    )
+    note = "not on the list of operators that may run again, so not computed: special_modified_bessel_i1"
+    assert swapped.notes == (note,)
+    assert str(swapped).endswith(f"\n{note}")
+
+
 def test_a_call_that_is_not_joined_counts_after_the_last_joined_one(tmp_path: Path) -> None:
     model, more = Layers(), nn.Linear(32, 7)
     before = aligned(tmp_path / "before", lambda: (more(X), model(X)), lambda: model(X))

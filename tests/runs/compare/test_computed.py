@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from opintercept import intercept, runs
 from opintercept.runs.compare.computed import NotComputed, computed
 from opintercept.runs.compare.difference import Computed
+from opintercept.runs.report import page
 
 X = torch.randn(8, 48, generator=torch.Generator().manual_seed(0))
 
@@ -338,3 +339,31 @@ def test_a_weight_that_differs_after_equal_gradients_is_the_optimizers(tmp_path:
     # Another gradient, or another weight from the start, is not the optimizer.
     assert not runs.diff(a, record(tmp_path / "c", program(0.02), Nudge("4", lambda value: value + 1))).optimizer
     assert not first_of(tmp_path / "d", net=model(1)).optimizer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64], ids=str)
+def test_an_empty_operand_is_compared(tmp_path: Path, dtype: torch.dtype) -> None:
+    def program(other: bool) -> Callable[[], Any]:
+        def run() -> None:
+            keys, empty = torch.arange(6).view(2, 3).to(dtype), torch.tensor([], dtype=dtype)
+            grown = torch.cat([empty, keys * 2 if other else keys])  # as a cache that begins without keys
+            torch.nn.functional.linear(torch.empty(0, 3), torch.ones(2, 3), torch.ones(2) + other)
+            grown.double().sum()
+
+        return run
+
+    a, b = (record(tmp_path / name, program(name == "b"), ops=["all", "-view"]) for name in "ab")
+    found: Any = runs.diff(a, b)
+    assert found.first.a.record.op == "aten::cat"
+    page.write(tmp_path / "page.html", a, b)
+    for call in b.calls():
+        try:
+            assert computed(b, call, b, call).added_a <= 1
+        except NotComputed:
+            continue
+
+
+def test_attention_without_keys_is_compared(tmp_path: Path) -> None:
+    q, k = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 0, 4)
+    run = record(tmp_path / "run", lambda: torch.bmm(q[0], k[0].mT).softmax(-1) @ k[0], ops="all")
+    assert [computed(run, call, run, call).added_a for call in run.calls() if call.record.op == "aten::bmm"] == [0, 0]

@@ -320,7 +320,7 @@ def test_the_text_of_a_call_names_rows_of_tensors(row: int, wrong: bool, tmp_pat
         assert call.values["weights[0]"] == call.values["lhs"]
 
 
-@pytest.mark.parametrize("name", ["calls.bin", "tensors.bin"])
+@pytest.mark.parametrize("name", ["calls.bin", "tensors.bin", "texts.jsonl"])
 def test_a_hole_of_any_size_is_refused_at_once(name: str, tmp_path: Path) -> None:
     folder = make(tmp_path, CALL)
     try:
@@ -328,7 +328,7 @@ def test_a_hole_of_any_size_is_refused_at_once(name: str, tmp_path: Path) -> Non
     except OSError:
         pytest.skip("no room for sparse files")
     started = time.process_time()
-    with pytest.raises(OpInterceptError, match=rf"{name} is damaged: most of its records are none"):
+    with pytest.raises(OpInterceptError, match=rf"{name} is damaged: most of its (records|lines) are none"):
         list(open_run(folder).calls())
     assert time.process_time() - started < 2
 
