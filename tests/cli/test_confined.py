@@ -53,8 +53,13 @@ def test_an_untrusted_run_is_computed_with_the_same_result(tmp_path: Path, capfd
     ids=["crash", "hang", "no room"],
 )
 def test_whatever_becomes_of_the_process_is_one_line(
-    text: str, options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:  # fmt: skip
+    text: str,
+    options: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     path = record(tmp_path / "run")
     in_its_place(text, tmp_path, monkeypatch)
     assert main(["replay", path, "0", "--untrusted", *options]) == 2

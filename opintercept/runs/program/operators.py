@@ -78,7 +78,7 @@ _MOVES = """
     new_full new_ones new_zeros ones ones_like zeros zeros_like put repeat repeat_interleave roll rot90 scatter
     scatter_add scatter_reduce select_scatter slice_scatter diagonal_scatter select_backward slice_backward sort stack
     take topk tril triu unfold_backward zero _to_copy _unique2 unique_consecutive unique_dim bincount histc bucketize
-    searchsorted arange eye linspace scalar_tensor contiguous trace
+    searchsorted arange eye linspace scalar_tensor contiguous trace unsafe_split
 """
 _TRANSFORMS = """
     _fft_c2c _fft_c2r _fft_r2c _linalg_det _linalg_eigh _linalg_slogdet _linalg_solve_ex _linalg_svd cholesky
@@ -204,6 +204,12 @@ def _layer_norm_backward(given: Given) -> None:
     _same(x, gradient)
     _same(mean, deviation, *others)
     _need(mean.dtype in (x.dtype, torch.float32) and len(given["output_mask"]) == 3, "the dtype of mean")
+
+
+def _softmax_backward(given: Given) -> None:
+    gradient, output = given["grad_output"], given["output"]
+    _same(gradient, output)
+    _need(gradient.shape == output.shape, "the shape of the gradient")
 
 
 def _channels(given: Given) -> None:
@@ -349,6 +355,7 @@ CHECKS: Mapping[str, Check] = {
     "_scaled_dot_product_flash_attention_for_cpu": _flash_attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _flash_attention_backward,
     **dict.fromkeys(("convolution", "convolution_backward", "_convolution", "mkldnn_convolution"), _unfolded),
+    **dict.fromkeys(("_softmax_backward_data", "_log_softmax_backward_data"), _softmax_backward),
     "_grouped_mm": _grouped_mm,
     "mkldnn_rnn_layer": _rnn_layer,
     "repeat_interleave": _repeats,
@@ -359,7 +366,7 @@ CHECKS: Mapping[str, Check] = {
 
 _COMPOSITES = """
     batch_norm bilinear chain_matmul einsum group_norm inner instance_norm layer_norm linear log_softmax logsigmoid
-    matmul matrix_exp multi_dot relu6 rms_norm softmax
+    matmul matrix_exp multi_dot relu6 rms_norm softmax to adaptive_avg_pool1d
 """
 FUNCTIONS: Mapping[str, Check | None] = (
     dict.fromkeys(_COMPOSITES.split())
