@@ -223,8 +223,11 @@ def _named(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def _check(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    constants = _constants_of(operator.func)
+    if not constants and operator.check is None:
+        return
     given = _named(operator, args, kwargs)
-    for name, kind in _constants_of(operator.func):  # a number would be taken for any of them, unchecked
+    for name, kind in constants:  # a number would be taken for any of them, unchecked
         if not isinstance(given.get(name), (kind, NoneType)):
             raise NotRunError(f"{name} of {operator.name} must be a {kind.__name__}, got {describe(given[name])}")
     if operator.check is None:

@@ -19,26 +19,27 @@ _MOST_COLUMNS = 1 << 26  # elements that a kernel may unfold, or of a matrix of 
 
 _ELEMENTWISE = """
     abs acos acosh add addcdiv addcmul angle asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not
-    bitwise_or bitwise_right_shift bitwise_xor ceil clamp clamp_max clamp_min complex conj_physical copysign cos cosh
-    deg2rad digamma div eq erf erfc erfinv exp exp2 expm1 float_power floor floor_divide fmax fmin fmod frac ge gt
-    heaviside hypot i0 isfinite isinf isnan isneginf isposinf ldexp le lerp lgamma log log10 log1p log2 logaddexp
-    logaddexp2 logical_and logical_not logical_or logical_xor logit logit_backward lt maximum minimum mul nan_to_num ne
-    neg nextafter polar positive pow rad2deg reciprocal remainder round rsqrt rsub sgn sigmoid sigmoid_backward sign
-    signbit sin sinc sinh special_entr special_erfcx special_i0e special_i1 special_i1e special_log_ndtr special_ndtri
-    special_xlog1py sqrt square sub tan tanh tanh_backward true_divide trunc where xlogy _conj_physical
+    bitwise_or bitwise_right_shift bitwise_xor ceil clamp clamp_max clamp_min complex conj_physical copysign cos
+    cosh deg2rad digamma div eq erf erfc erfinv exp exp2 expm1 float_power floor floor_divide fmax fmin fmod frac ge
+    gt heaviside hypot i0 isfinite isinf isnan isneginf isposinf ldexp le lerp lgamma log log10 log1p log2 logaddexp
+    logaddexp2 logical_and logical_not logical_or logical_xor logit logit_backward lt maximum minimum mul nan_to_num
+    ne neg nextafter polar positive pow rad2deg reciprocal remainder round rsqrt rsub sgn sigmoid sigmoid_backward
+    sign signbit sin sinc sinh special_entr special_erfcx special_i0e special_i1 special_i1e special_log_ndtr
+    special_ndtri special_xlog1py sqrt square sub tan tanh tanh_backward true_divide trunc where xlogy
+    _conj_physical
 """
 _ACTIVATIONS = """
     celu elu elu_backward gelu gelu_backward glu glu_backward hardshrink hardshrink_backward hardsigmoid
     hardsigmoid_backward hardswish hardswish_backward hardtanh hardtanh_backward leaky_relu leaky_relu_backward
     log_sigmoid_backward log_sigmoid_forward mish mish_backward prelu relu relu6 rrelu_with_noise_backward selu silu
-    silu_backward softplus softplus_backward softshrink softshrink_backward threshold threshold_backward _prelu_kernel
-    _prelu_kernel_backward native_dropout_backward _log_softmax _log_softmax_backward_data _safe_softmax _softmax
-    _softmax_backward_data _masked_softmax _masked_softmax_backward
+    silu_backward softplus softplus_backward softshrink softshrink_backward threshold threshold_backward
+    _prelu_kernel _prelu_kernel_backward native_dropout_backward _log_softmax _log_softmax_backward_data
+    _safe_softmax _softmax _softmax_backward_data
 """
 _REDUCTIONS = """
-    all amax amin aminmax any argmax argmin count_nonzero cummax cummin cumprod cumsum equal kthvalue linalg_vector_norm
-    logcumsumexp logsumexp max mean median min mode nanmean nanmedian nansum norm prod std std_mean sum var var_mean
-    linalg__powsum
+    all amax amin aminmax any argmax argmin count_nonzero cummax cummin cumprod cumsum equal kthvalue
+    linalg_vector_norm logcumsumexp logsumexp max mean median min mode nanmean nanmedian nansum norm prod std
+    std_mean sum var var_mean linalg__powsum
 """
 _NORMS = """
     native_batch_norm native_batch_norm_backward _native_batch_norm_legit _native_batch_norm_legit_no_training
@@ -46,48 +47,45 @@ _NORMS = """
     _fused_rms_norm_backward _weight_norm_interface _weight_norm_interface_backward
 """
 _LOSSES = """
-    binary_cross_entropy binary_cross_entropy_backward binary_cross_entropy_with_logits huber_loss huber_loss_backward
-    mse_loss mse_loss_backward nll_loss_backward nll_loss_forward nll_loss2d_backward nll_loss2d_forward smooth_l1_loss
-    smooth_l1_loss_backward _ctc_loss
+    binary_cross_entropy binary_cross_entropy_backward binary_cross_entropy_with_logits huber_loss
+    huber_loss_backward mse_loss mse_loss_backward nll_loss_backward nll_loss_forward nll_loss2d_backward
+    nll_loss2d_forward smooth_l1_loss smooth_l1_loss_backward _ctc_loss
 """
 _POOLS = """
     adaptive_max_pool2d avg_pool2d avg_pool2d_backward avg_pool3d avg_pool3d_backward _adaptive_avg_pool2d
     _adaptive_avg_pool2d_backward _adaptive_avg_pool3d _adaptive_avg_pool3d_backward max_pool2d_with_indices
-    max_pool2d_with_indices_backward max_pool3d_with_indices max_pool3d_with_indices_backward max_unpool2d max_unpool3d
-    upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d
-    upsample_trilinear3d _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_bilinear2d_aa
-    _upsample_bicubic2d_aa grid_sampler_2d grid_sampler_3d affine_grid_generator im2col col2im pixel_shuffle
-    pixel_unshuffle channel_shuffle reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d
-    replication_pad2d replication_pad3d constant_pad_nd
+    max_pool2d_with_indices_backward max_pool3d_with_indices max_pool3d_with_indices_backward max_unpool2d
+    max_unpool3d upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d
+    upsample_nearest3d upsample_trilinear3d _upsample_nearest_exact1d _upsample_nearest_exact2d
+    _upsample_bilinear2d_aa _upsample_bicubic2d_aa grid_sampler_2d grid_sampler_3d affine_grid_generator im2col
+    col2im pixel_shuffle pixel_unshuffle channel_shuffle reflection_pad1d reflection_pad2d reflection_pad3d
+    replication_pad1d replication_pad2d replication_pad3d constant_pad_nd
 """
 _PRODUCTS = """
     mm bmm addmm _addmm_activation baddbmm addbmm mv addmv dot vdot addr _int_mm _scaled_mm _foreach_mm _grouped_mm
-    _weight_int8pack_mm mkldnn_linear mkldnn_rnn_layer linear_backward _trilinear _cdist_forward _euclidean_dist
-    convolution convolution_backward _convolution mkldnn_convolution _slow_conv2d_forward slow_conv_dilated2d
-    slow_conv_transpose2d slow_conv3d_forward slow_conv_transpose3d slow_conv_dilated3d conv_tbc linalg_matrix_exp
+    _weight_int8pack_mm mkldnn_rnn_layer _trilinear _cdist_forward _euclidean_dist convolution convolution_backward
+    _convolution linalg_matrix_exp
 """
 _ATTENTION = """
     _scaled_dot_product_attention_math _scaled_dot_product_flash_attention_for_cpu
     _scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_flash_attention
     _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
-    _scaled_dot_product_fused_attention_overrideable _native_multi_head_attention
+    _scaled_dot_product_fused_attention_overrideable
 """
 _MOVES = """
     cat clone copy diag_embed embedding embedding_dense_backward fill flip full full_like gather index index_add
     index_copy index_fill index_put index_reduce index_select isin masked_fill masked_scatter masked_select nonzero
     new_full new_ones new_zeros ones ones_like zeros zeros_like put repeat repeat_interleave roll rot90 scatter
-    scatter_add scatter_reduce select_scatter slice_scatter diagonal_scatter select_backward slice_backward sort stack
-    take topk tril triu unfold_backward zero _to_copy _unique2 unique_consecutive unique_dim bincount histc bucketize
-    searchsorted arange eye linspace scalar_tensor contiguous trace unsafe_split
+    scatter_add scatter_reduce select_scatter slice_scatter diagonal_scatter select_backward slice_backward sort
+    stack take topk tril triu zero _to_copy _unique2 unique_consecutive unique_dim bincount histc bucketize arange
+    eye linspace scalar_tensor contiguous trace unsafe_split
 """
 _TRANSFORMS = """
-    _fft_c2c _fft_c2r _fft_r2c _linalg_det _linalg_eigh _linalg_slogdet _linalg_solve_ex _linalg_svd cholesky
-    cholesky_inverse cholesky_solve linalg_cholesky_ex linalg_cross linalg_householder_product linalg_inv_ex
-    linalg_lu_factor_ex linalg_lu_solve linalg_qr linalg_solve_triangular triangular_solve geqrf ormqr lu_unpack
-    linalg_ldl_factor_ex linalg_ldl_solve linalg_lstsq linalg_eig
+    _fft_c2c _fft_c2r _fft_r2c _linalg_det _linalg_eigh _linalg_slogdet _linalg_solve_ex _linalg_svd
+    linalg_cholesky_ex linalg_cross linalg_inv_ex linalg_qr linalg_solve_triangular
     fake_quantize_per_tensor_affine_cachemask fake_quantize_per_channel_affine_cachemask
 """
-_OTHERS = """special_zeta polygamma igamma igammac frexp"""
+_OTHERS = "special_zeta polygamma igamma igammac frexp"
 NAMES = frozenset(
     " ".join((_ELEMENTWISE, _ACTIVATIONS, _REDUCTIONS, _NORMS, _LOSSES, _POOLS, _PRODUCTS, _ATTENTION)).split()
     + " ".join((_MOVES, _TRANSFORMS, _OTHERS)).split()
@@ -230,6 +228,22 @@ def _channels(given: Given) -> None:
         _need(given.get("running_mean") is not None and given.get("running_var") is not None, "the running mean")
 
 
+def _ctc_loss(given: Given) -> None:
+    scores, targets = given["log_probs"], given["targets"]
+    lengths = [given[name] for name in ("input_lengths", "target_lengths")]
+    for each in (each.tolist() if isinstance(each, torch.Tensor) else each for each in lengths):
+        _numbers(each, 0, max(scores.shape[0], targets.numel()), scores.shape[1])
+    _within(targets, scores.shape[2])
+    _need(type(given["blank"]) is int and 0 <= given["blank"] < scores.shape[2], "blank")
+
+
+def _resized(given: Given) -> None:
+    """For what makes images larger: kernels turn a factor that is nearly 0 into an index."""
+    factors = [each for name, each in given.items() if name.startswith("scale")]
+    for factor in (each for given in factors for each in (given if isinstance(given, list) else [given])):
+        _need(factor is None or 2**-10 <= factor <= 2**10, "each factor")
+
+
 def _transform(given: Given) -> None:
     x, dims = given["self"], given["dim"]
     _numbers(dims, 0, x.dim() - 1, *range(1, x.dim() + 1))
@@ -268,24 +282,26 @@ def _flash_attention_backward(given: Given) -> None:
 
 
 def _unfolded(given: Given) -> None:
-    """For a convolution: what its kernels unfold its input to."""
+    """For a convolution: the size of what its kernels unfold its input to."""
     weight, x = given["weight"], given.get("input", given.get("self"))
-    spatial = weight.dim() - 2
-    _need(1 <= spatial <= 3 and weight.numel() > 0, "the shape of weight")
-    values = [
-        given[name]
-        for name in ("stride", "padding", "dilation", "output_padding")
-        if isinstance(given.get(name), (list, int))
-    ]
-    for each in values:
-        _numbers(each, 0, 1 << 16, 1, spatial)
-    padding = given["padding"] if isinstance(given.get("padding"), list) else [0]
-    around = [(n + 2 * padding[at % len(padding)]) for at, n in enumerate(x.shape[-spatial:])]
-    kernel = math.prod(weight.shape[1:])
-    _need(
-        kernel * math.prod(around) * max(1, x.shape[0]) <= max(_MOST_COLUMNS, 1 << 6 * x.numel()),
-        "the size of the kernel",
-    )
+    count = weight.dim() - 2
+    _need(1 <= count <= 3 and weight.numel() > 0 and x.dim() > count, "the shape of weight")
+    names = ("stride", "padding", "dilation", "output_padding")
+    settings = {name: given[name] for name in names if isinstance(given.get(name), (list, int))}
+    for each in settings.values():
+        _numbers(each, 0, 1 << 16, 1, count)
+
+    def at(name: str, place: int, default: int) -> int:
+        found = settings.get(name, default)
+        return int(found[place % len(found)] if isinstance(found, list) else found)
+
+    places = 1
+    for place, (size, kernel) in enumerate(zip(x.shape[-count:], weight.shape[2:], strict=True)):
+        around = size + 2 * at("padding", place, kernel) - at("dilation", place, 1) * (kernel - 1)
+        is_transposed = given.get("transposed", "output_padding" in given)
+        places *= size if is_transposed else max(around // max(at("stride", place, 1), 1), 0)
+    unfolded = math.prod(weight.shape[1:]) * places * (len(x) if x.dim() > count + 1 else 1)
+    _need(unfolded <= max(_MOST_COLUMNS, 64 * x.numel()), "the size of the kernel")
 
 
 def _grouped_mm(given: Given) -> None:
@@ -354,7 +370,9 @@ CHECKS: Mapping[str, Check] = {
     "_scaled_dot_product_attention_math": _attention,
     "_scaled_dot_product_flash_attention_for_cpu": _flash_attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _flash_attention_backward,
-    **dict.fromkeys(("convolution", "convolution_backward", "_convolution", "mkldnn_convolution"), _unfolded),
+    **dict.fromkeys(("convolution", "convolution_backward", "_convolution"), _unfolded),
+    "_ctc_loss": _ctc_loss,
+    **dict.fromkeys((name for name in _POOLS.split() if "upsample" in name), _resized),
     **dict.fromkeys(("_softmax_backward_data", "_log_softmax_backward_data"), _softmax_backward),
     "_grouped_mm": _grouped_mm,
     "mkldnn_rnn_layer": _rnn_layer,
