@@ -89,7 +89,7 @@ class Side:
         for rank in run.ranks:
             for call in run.calls(rank):
                 if call.record.phase == "forward" and call.error is None:
-                    if call.record.lhs is None:
+                    if call.record.lhs is None or _is_empty(call):
                         side.operators[rank].append((call.record.index, call.record.op))
                     else:
                         side.calls.append(call)
@@ -177,6 +177,11 @@ class Side:
             return side.rows(theirs)
         found = weight_of(self.run, self.calls[self.first(weight)])
         return found.reshape(-1, found.size(-1))
+
+
+def _is_empty(call: StoredCall) -> bool:
+    """Whether an operand has no numbers, so that there is nothing to join or to compare."""
+    return any(0 in each.shape for each in (call.record.lhs, call.record.rhs) if each is not None)
 
 
 class _FingerprintTable:

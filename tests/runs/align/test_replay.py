@@ -135,6 +135,18 @@ def test_a_weight_that_the_program_draws_with_a_generator_is_as_recorded(tmp_pat
     assert (found.equal, len(found.pairs), found.notes) == (True, 2, ())
 
 
+def test_products_without_numbers_are_nothing_to_compare(tmp_path: Path) -> None:
+    def program() -> None:
+        model(X)
+        torch.mm(torch.empty(3, 0), torch.empty(0, 4))
+        F.linear(torch.empty(0, 32), model.layers[0].weight)
+        F.scaled_dot_product_attention(torch.ones(1, 1, 2, 4), torch.empty(1, 1, 0, 4), torch.empty(1, 1, 0, 4))
+
+    model = Layers()
+    found = aligned(tmp_path, program, program)
+    assert (found.equal, found.calls) == (True, (len(found.pairs),) * 2)
+
+
 def test_an_operator_that_may_not_run_again_is_named(tmp_path: Path) -> None:
     model = Layers()
     found = aligned(tmp_path, lambda: model(X, torch.special.i1), lambda: model(X, torch.special.modified_bessel_i1))
