@@ -47,7 +47,26 @@ _VALID = (
     "complex_numbers",
 )
 _CPU = torch.device("cpu")
-_INTEGERS = (0, 1, 2, 3, 5, -1, -2, -3, 7, 16, 63, 64, 1 << 10, 1 << 16, 1 << 20, 1 << 30, (1 << 31) - 1, 1 << 31)
+_INTEGERS: tuple[int, ...] = (
+    0,
+    1,
+    2,
+    3,
+    5,
+    -1,
+    -2,
+    -3,
+    7,
+    16,
+    63,
+    64,
+    1 << 10,
+    1 << 16,
+    1 << 20,
+    1 << 30,
+    (1 << 31) - 1,
+    1 << 31,
+)
 _INTEGERS += (1 << 32, 1 << 40, (1 << 62), (1 << 63) - 1, -(1 << 31), -(1 << 40), -(1 << 63), 100_000, -100_000)
 _FLOATS = (0.0, -0.0, 0.5, 1.0, -1.0, 2.5, 1e-300, 1e300, 1e18, -1e18, math.inf, -math.inf, math.nan, 2.0**31, 3e9)
 _TEXTS = (
@@ -65,7 +84,18 @@ _TEXTS = (
     "x" * 5000,
     "ij,jk->ik",
 )
-_CONSTANTS = ("float32", "float64", "float16", "bfloat16", "int8", "int64", "uint8", "bool", "complex64", "uint64")
+_CONSTANTS: tuple[str, ...] = (
+    "float32",
+    "float64",
+    "float16",
+    "bfloat16",
+    "int8",
+    "int64",
+    "uint8",
+    "bool",
+    "complex64",
+    "uint64",
+)
 _CONSTANTS += (
     "strided",
     "sparse_coo",
@@ -75,9 +105,17 @@ _CONSTANTS += (
     "float8_e4m3fn",
     "bits8",
 )
-_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
+_DTYPES: tuple[torch.dtype, ...] = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+)
 _DTYPES += (torch.bool, torch.int8, torch.int16, torch.complex64, torch.complex128)
-_SHAPES = (
+_SHAPES: tuple[tuple[int, ...], ...] = (
     (),
     (0,),
     (1,),
@@ -357,9 +395,9 @@ def attempt(operator: again.Operator, given: Recorded, *, double: bool, derived:
         with torch.set_grad_enabled(bool(leaves)):
             made = again.run(operator, args, kwargs)
         outputs = [each for each in (made if isinstance(made, (tuple, list)) else [made]) if torch.is_tensor(each)]
-        pairs = [(each, torch.ones_like(each)) for each in outputs if each.requires_grad]
-        if leaves and pairs:
-            torch.autograd.grad(*zip(*pairs, strict=True), leaves, allow_unused=True)
+        ends = [each for each in outputs if each.requires_grad]
+        if leaves and ends:
+            torch.autograd.grad(ends, leaves, [*map(torch.ones_like, ends)], allow_unused=True)
             return "derived"
         return "computed"
     except OpInterceptError as error:
@@ -449,9 +487,9 @@ def main() -> int:
         for name in arguments.names:
             random_ = random.Random(f"{name} {arguments.show}")
             given = hostile(random_, listed()[name], valid.get(name, []))
-            how = {"double": random_.random() < 0.6, "derived": random_.random() < 0.5}
-            print(name, given, how, flush=True)
-            print(attempt(listed()[name], given, **how))
+            options = {"double": random_.random() < 0.6, "derived": random_.random() < 0.5}
+            print(name, given, options, flush=True)
+            print(attempt(listed()[name], given, **options))
         return 0
     total: Counter[str] = Counter()
     ends: Counter[str] = Counter()

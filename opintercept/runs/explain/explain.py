@@ -284,7 +284,8 @@ def _notes(program: Program, pairs: dict[int, int], end: int, budget: Budget) ->
         ops = listed(list(dict.fromkeys(operator_name(record.op) for record in alone)))
         notes.append(f"{counted(len(alone), 'call')} of A without a counterpart in B: {ops}")
     if budget.uncomputed:
-        calls, names = counted(len(budget.uncomputed), "call"), {}
+        calls = counted(len(budget.uncomputed), "call")
+        names: dict[str, str] = {}
         for place, failed in budget.uncomputed.items():
             why = f" ({printable(str(failed), 160)})" if isinstance(failed, NotRunError) else ""
             names.setdefault(program.steps[place].operator, why)

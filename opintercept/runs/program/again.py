@@ -209,10 +209,15 @@ def run(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
 
     Raises:
         NotRunError: An argument is one that the operator must not be given.
-        Exception: The operator fails.
+        Exception: One of `FAILURES`: the operator fails.
     """
     _check(operator, args, kwargs)
-    return operator.func(*args, **kwargs)
+    try:
+        return operator.func(*args, **kwargs)
+    except FAILURES:
+        raise
+    except Exception as wrong:  # of a function that is written in Python
+        raise NotRunError(f"{operator.name} raised {type(wrong).__name__} for these arguments") from wrong
 
 
 def _named(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
