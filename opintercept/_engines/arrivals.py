@@ -6,24 +6,22 @@ their kernels in the thread that brings them, before it can call them: nobody ru
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
-import sys
-import threading
-from collections.abc import Callable, Iterable, Sequence
-from importlib.machinery import ExtensionFileLoader, ModuleSpec
+from collections.abc import Callable, Iterable
+from importlib.machinery import ExtensionFileLoader
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from opintercept._core.after_import import AfterImport
 from opintercept._core.fork import in_child
 from opintercept._engines import base, foreign, launches, patched_functions
 from opintercept._engines.base import Watcher
 from opintercept._engines.dynamo import keep_out
 from opintercept._engines.kernels import KERNELS
-from opintercept._engines.patches import MISSING, Place
+from opintercept._engines.patches import Place
 from opintercept._engines.scope import state
 from opintercept._ops import packs, register
 from opintercept._ops.patched_functions import is_patched
@@ -40,8 +38,7 @@ def enter(user: object, watcher: Watcher) -> None:
     """
     with base.lock:
         _users[user] = watcher
-        if _finder not in sys.meta_path:
-            sys.meta_path.insert(0, _finder)
+        _IMPORTS.begin()
         if gone := KERNELS.forget_unloaded():
             _follow(gone, gone)
         watcher.renew()
@@ -51,8 +48,8 @@ def leave(user: object) -> None:
     """End an `enter`. Can be repeated."""
     with base.lock:
         _users.pop(user, None)
-        if not _users and _finder in sys.meta_path:
-            sys.meta_path.remove(_finder)
+        if not _users:
+            _IMPORTS.end()
 
 
 def come(names: Iterable[str] = (), gone: Iterable[str] = (), functions: bool = False) -> None:
@@ -153,56 +150,9 @@ def _declared(key: str) -> None:
 register.on_declared = _declared
 
 
-class _Finder:
-    """Notices the imports of modules that blocks wait for: those with functions that are declared, and Triton's."""
-
-    def __init__(self) -> None:
-        self._asking: set[tuple[int, str]] = set()  # another finder may ask all of them, too
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        packs.load((), (fullname,))  # says which functions to wait for
-        if fullname != launches.MODULE and not any(name.partition(":")[0] == fullname for name in ROWS.patched):
-            return None
-        asked = threading.get_ident(), fullname
-        if asked in self._asking:
-            return None
-        self._asking.add(asked)
-        try:
-            for finder in tuple(sys.meta_path):
-                find = getattr(finder, "find_spec", None)
-                spec: ModuleSpec | None = None if finder is self or find is None else find(fullname, path, target)
-                if spec is not None:
-                    _wrap(spec.loader, fullname)
-                    return spec
-            return None
-        finally:
-            self._asking.discard(asked)
-
-
-_finder: Any = _Finder()
-
-
-def _wrap(loader: Any, name: str) -> None:
-    """Wrap what runs the module's code, once. A loader without attributes of its own serves other modules too."""
-    own = getattr(loader, "__dict__", None)
-    if isinstance(loader, type) or own is None:
-        return
-    before, run = own.get("exec_module", MISSING), getattr(loader, "exec_module", None)
-    if run is None:
-        return
-
-    def exec_module(module: ModuleType) -> None:
-        if vars(loader).get("exec_module") is exec_module:
-            vars(loader).pop("exec_module")
-            if before is not MISSING:
-                loader.exec_module = before
-        run(module)
-        _imported(name)
-
-    with contextlib.suppress(AttributeError):  # it takes no attributes
-        loader.exec_module = exec_module
+def _waits_for(module: str) -> bool:
+    packs.load((), (module,))  # says which functions to wait for
+    return module == launches.MODULE or any(name.partition(":")[0] == module for name in ROWS.patched)
 
 
 def _imported(name: str) -> None:
@@ -212,6 +162,10 @@ def _imported(name: str) -> None:
             for user in _users:
                 launches.enter(user)
         come(functions=True)
+
+
+_IMPORTS = AfterImport(_waits_for, _imported)
+"""Waits for modules with functions that are declared, and for Triton's."""
 
 
 @in_child

@@ -9,13 +9,14 @@ from __future__ import annotations
 import argparse
 import atexit
 import os
+import sys
 from collections.abc import Callable
 from typing import get_args
 
+from opintercept._core.after_import import AfterImport
 from opintercept._core.errors import OpInterceptError
 from opintercept.cli.options import add_filters, count, rename, size
 from opintercept.cli.run import children
-from opintercept.cli.run.after_import import after_import
 from opintercept.cli.run.hooks import HOOKS
 from opintercept.cli.run.program import prepare
 from opintercept.cli.run.watch import ProgramWatch
@@ -113,11 +114,20 @@ def command(arguments: argparse.Namespace) -> Callable[[], int]:
     program = prepare(name, rest, module=arguments.module_name)
     watch = ProgramWatch(arguments)
 
+    def begin(_: str) -> None:
+        imports.end()
+        watch.begin()
+
+    imports = AfterImport("torch".__eq__, begin)
+
     def run() -> int:
         children.begin()
         # Registered before the program's own functions, so it runs after them, and after the program's threads.
         atexit.register(watch.end)
-        after_import("torch", watch.begin)
+        if "torch" in sys.modules:
+            watch.begin()
+        else:
+            imports.begin()
         try:
             program()
         except BaseException as error:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from opintercept.cli.run.after_import import after_import
+from opintercept._core.after_import import AfterImport
 
 NAME = "a_module_that_tools_wait_for"
 
@@ -59,7 +59,7 @@ class Tool(importlib.abc.MetaPathFinder):
 def test_other_tools_that_wait_for_the_module_are_called_too(first: bool, events: list[str]) -> None:
     waits: list[Callable[[], None]] = [
         lambda: sys.meta_path.insert(0, Tool(lambda: events.append("tool"))),
-        lambda: after_import(NAME, lambda: events.append("ours")),
+        AfterImport(NAME.__eq__, lambda _: events.append("ours")).begin,
     ]
     for wait in reversed(waits) if first else waits:
         wait()
@@ -68,11 +68,16 @@ def test_other_tools_that_wait_for_the_module_are_called_too(first: bool, events
     assert "exec_module" not in vars(loader)
 
 
-def test_a_module_is_waited_for_once_and_a_search_alone_is_no_import(events: list[str]) -> None:
-    after_import(NAME, lambda: events.append("ours"))
+def test_a_search_alone_is_no_import(events: list[str]) -> None:
+    finder = AfterImport(NAME.__eq__, lambda name: events.append(name))
+    finder.begin()
     assert importlib.util.find_spec(NAME) is not None
     assert events == []
-    __import__(NAME)
+    importlib.import_module(NAME)
     del sys.modules[NAME]
-    __import__(NAME)
-    assert events == ["runs", "ours", "runs"]
+    importlib.import_module(NAME)
+    assert events == ["runs", NAME, "runs", NAME]
+    finder.end()
+    del sys.modules[NAME]
+    importlib.import_module(NAME)
+    assert events[4:] == ["runs"]
