@@ -19,14 +19,14 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 
-class Step(NamedTuple):
+class Access(NamedTuple):
     """One step from a value to another one that it holds."""
 
     kind: str  # one of `_LOOKS`
     key: Any = None
 
 
-Source: TypeAlias = tuple[Step, ...]
+Source: TypeAlias = tuple[Access, ...]
 
 
 def parse(text: str) -> Source | None:
@@ -49,7 +49,7 @@ def _part(name: str) -> str:
 def _steps(node: ast.expr) -> Source | None:
     match node:
         case ast.Subscript(ast.Name("L" | "G" as scope), ast.Constant(str(name))):
-            return (Step(scope, name),)
+            return (Access(scope, name),)
         case ast.Subscript(ast.Attribute(base, "_modules"), ast.Constant(str(name))) | ast.Attribute(base, name):
             return _then(base, "attribute", name)
         case ast.Subscript(base, index):
@@ -81,13 +81,13 @@ def _called(function: str, arguments: list[ast.expr]) -> Source | None:
         case ("___tuple_iterator_getitem", [base, ast.Constant(int(index))]):
             return _then(base, "to come", index)
         case ("__import__", [ast.Constant(str(name))]):
-            return (Step("import", name),)
+            return (Access("import", name),)
     return None
 
 
 def _then(base: ast.expr, kind: str, key: Any = None) -> Source | None:
     source = _steps(base)
-    return None if source is None else (*source, Step(kind, key))
+    return None if source is None else (*source, Access(kind, key))
 
 
 def _item(base: ast.expr, index: ast.expr) -> Source | None:
