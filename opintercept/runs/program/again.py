@@ -222,26 +222,27 @@ def run(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
 
 def _named(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """All arguments by the names of their parameters, defaults included."""
-    parameters = operator.parameters
-    defaults = {each.name: each.default_value for each in parameters if each.has_default_value()}
-    return defaults | dict(zip((each.name for each in parameters), args, strict=False)) | dict(kwargs)
+    defaults = {each.name: each.default_value for each in operator.parameters if each.has_default_value()}
+    return defaults | _given(operator, args, kwargs)
+
+
+def _given(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(zip((each.name for each in operator.parameters), args, strict=False)) | dict(kwargs)
 
 
 def _check(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     constants = _constants_of(operator.func)
-    if not constants and operator.check is None:
-        return
-    given = _named(operator, args, kwargs)
+    given = _given(operator, args, kwargs) if constants else {}
     for name, kind in constants:  # a number would be taken for any of them, unchecked
         if not isinstance(given.get(name), (kind, NoneType)):
             raise NotRunError(f"{name} of {operator.name} must be a {kind.__name__}, got {describe(given[name])}")
     if operator.check is None:
         return
     try:
-        operator.check(given)
+        operator.check(_named(operator, args, kwargs))
     except ValueError as wrong:
         raise NotRunError(f"{operator.name} must not be called with these arguments: {wrong}") from wrong
-    except (AttributeError, KeyError, TypeError, IndexError, RuntimeError) as wrong:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, RuntimeError) as wrong:
         raise NotRunError(f"{operator.name} must not be called with these arguments") from wrong
 
 

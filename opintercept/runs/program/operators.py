@@ -37,7 +37,7 @@ _ACTIVATIONS = """
     _safe_softmax _softmax _softmax_backward_data
 """
 _REDUCTIONS = """
-    all amax amin aminmax any argmax argmin count_nonzero cummax cummin cumprod cumsum equal kthvalue
+    all amax amin aminmax any argmax argmin count_nonzero cummax cummin cumprod cumsum kthvalue
     linalg_vector_norm logcumsumexp logsumexp max mean median min mode nanmean nanmedian nansum norm prod std
     std_mean sum var var_mean linalg__powsum
 """
@@ -406,5 +406,5 @@ def listed(overload: Any) -> str | None:
     if space != "aten" or base not in NAMES or "dtype" in schema.overload_name:
         return None
     writes_out = any(each.is_out for each in schema.arguments)
-    makes = {str(each.type) for each in schema.returns} <= {"Tensor", "List[Tensor]"}
+    makes = bool(schema.returns) and str(schema.returns[0].type) in ("Tensor", "List[Tensor]")
     return base if makes and (base in _WITH_OUT or not writes_out) else None

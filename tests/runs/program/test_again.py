@@ -88,8 +88,8 @@ def test_an_operator_that_is_not_on_the_list_is_not_called(name: str) -> None:
         ("repeat_interleave.Tensor", (torch.full((9,), 1 << 62),), {}, r"repeats must fit"),
         ("bincount.default", (torch.tensor([1 << 50]),), {}, r"each index must fit"),
         ("masked_select.default", (torch.ones(1 << 14, 1), torch.ones(1 << 13) > 0), {}, r"the shape of mask must fit"),
-        ("_safe_softmax.default", (X, -1, 64), {}, r"dtype of .* must be a dtype, got int"),
-        ("clone.default", (X,), {"memory_format": 77}, r"memory_format of .* must be a memory_format, got int"),
+        ("_safe_softmax.default", (X, -1, 64), {}, r"dtype of .* must be a dtype, got 64"),
+        ("clone.default", (X,), {"memory_format": 77}, r"memory_format of .* must be a memory_format, got 77"),
         ("_fft_r2c.default", (X, [-2], 0, True), {}, r"each size must fit"),
         ("_scaled_dot_product_attention_math.default", (torch.ones(1, 1, 1 << 14, 1),) * 3, {}, r"number of scores"),
         (
@@ -154,6 +154,7 @@ def test_every_comparison_says_what_it_does_not_compute(name: str, tmp_path: Pat
         replay(a, one.record.index)
 
 
+@pytest.mark.slow
 def test_valid_calls_are_not_refused() -> None:
     every, calls = hostile_calls.listed(), hostile_calls.valid_calls()
     assert len(every.keys() & calls.keys()) > 150
