@@ -179,6 +179,43 @@ class Keeper:
             self.found[name].append(Recorded(plain["args"], plain["kwargs"], tensors))
 
 
+def rare_calls() -> None:
+    """Calls of operators that no other program here has."""
+    lines, images, volumes = (torch.rand(1, 2, *[6] * n, requires_grad=True) for n in (1, 2, 3))
+    functional: Any = torch.nn.functional
+    made = [functional.max_pool3d(volumes, 2), functional.avg_pool3d(volumes, 2), functional.avg_pool2d(images, 2)]
+    made += [functional.adaptive_avg_pool3d(volumes, 2), functional.adaptive_max_pool2d(images, 2)]
+    modes = [(lines, "nearest nearest-exact linear"), (images, "nearest nearest-exact bilinear bicubic")]
+    for x, names in [*modes, (volumes, "nearest trilinear")]:
+        made += [functional.interpolate(x, scale_factor=2.0, mode=mode) for mode in names.split()]
+        made += [functional.interpolate(x, size=[4] * (x.dim() - 2), mode=mode) for mode in names.split()]
+    made += [functional.interpolate(images, size=(4, 4), mode=mode, antialias=True) for mode in ("bilinear", "bicubic")]
+    made += [functional.pad(volumes, (1,) * 6, mode) for mode in ("reflect", "replicate")]
+    made += [functional.pad(images, (1,) * 4, mode) for mode in ("reflect", "replicate")]
+    made += [functional.fold(functional.unfold(images, 2), (6, 6), 2), functional.rms_norm(lines, (6,))]
+    made += [functional.nll_loss(images.log_softmax(1), torch.ones(1, 6, 6, dtype=torch.int64))]
+    made += [
+        functional.conv_transpose3d(volumes, torch.ones(2, 3, 2, 2, 2)),
+        functional.conv_transpose1d(lines, torch.ones(2, 3, 2)),
+    ]
+    for training in (False, True):
+        mean, variance = torch.zeros(2), torch.ones(2)
+        made += [functional.batch_norm(images, mean, variance, torch.ones(2), torch.ones(2), training)]
+    made += [functional.group_norm(images, 2), functional.instance_norm(images), functional.layer_norm(lines, (6,))]
+    made += [functional.adaptive_avg_pool1d(lines, 2), functional.affine_grid(torch.eye(2, 3)[None], (1, 1, 4, 4))]
+    scores = torch.rand(5, 1, 4, requires_grad=True)
+    lengths = torch.tensor([5]), torch.tensor([2])
+    made += [functional.ctc_loss(scores.log_softmax(-1), torch.tensor([[1, 2]]), *lengths)]
+    table, places, rows = torch.rand(4, 3, requires_grad=True), torch.tensor([2, 0]), torch.rand(2, 3)
+    made += [table.index_copy(0, places, rows), table.index_add(0, places, rows), table.index_fill(0, places, 2.0)]
+    made += [table.index_fill(0, places, torch.tensor(1.0)), table.index_reduce(0, places, rows, "amax")]
+    made += [table.put(places, rows[0, :2]), table.detach().scatter(0, places[:, None], rows, reduce="add")]
+    made += [table.detach().scatter(0, places[:, None], 2.0, reduce="multiply"), table.diagonal_scatter(rows[0])]
+    made += [table.masked_fill(table > 0.5, torch.tensor(1.0)), torch.einsum("ij,kj->ik", table, rows)]
+    made += [torch.fake_quantize_per_channel_affine(table, rows[0] + 0.1, torch.zeros(3).int(), 1, 0, 255)]
+    sum(each.double().sum() for each in made).backward()  # type: ignore[union-attr]
+
+
 def valid_calls() -> dict[str, list[Recorded]]:
     """Valid calls of the operators that small programs call."""
     import every_programs
@@ -192,6 +229,7 @@ def valid_calls() -> dict[str, list[Recorded]]:
             warnings.simplefilter("ignore")
             for program in programs.PROGRAMS:
                 programs.execute(program, program.context, gradients=program.differentiable)
+            rare_calls()
             for name in _VALID:
                 every_programs.outcome(every_programs.PROGRAMS[name])
             for name in ("llama", "bert", "gpt2", "mixtral"):

@@ -101,6 +101,8 @@ _UNSIZED = frozenset(
         "bincount",
         "repeat_interleave",
         "_grouped_mm",
+        "fake_quantize_per_tensor_affine_cachemask",
+        "fake_quantize_per_channel_affine_cachemask",
     )
 )
 
@@ -214,7 +216,8 @@ def _channels(given: Given) -> None:
     """For a norm by channels: each other tensor has one number for each."""
     x = given.get("input", given.get("self"))
     _need(x.dim() > 1 and x.numel() > 0, "the shape of the input")
-    names = ("weight", "bias", "running_mean", "running_var", "save_mean", "save_invstd")
+    names = ["weight", "bias", "running_mean", "running_var"]
+    names += ["save_mean", "save_invstd"] if given.get("train") else []  # they are empty if it does not train
     others = [given[name] for name in names if given.get(name) is not None]
     _need(all(each.shape == x.shape[1:2] and each.is_floating_point() for each in others), "the shape of a weight")
     _same(x, given.get("grad_out"))
