@@ -213,7 +213,7 @@ def rare_calls() -> None:
     made += [table.detach().scatter(0, places[:, None], 2.0, reduce="multiply"), table.diagonal_scatter(rows[0])]
     made += [table.masked_fill(table > 0.5, torch.tensor(1.0)), torch.einsum("ij,kj->ik", table, rows)]
     made += [torch.fake_quantize_per_channel_affine(table, rows[0] + 0.1, torch.zeros(3).int(), 1, 0, 255)]
-    sum(each.double().sum() for each in made).backward()  # type: ignore[union-attr]
+    sum(each.double().sum() for each in made).backward()
 
 
 def valid_calls() -> dict[str, list[Recorded]]:
