@@ -31,23 +31,24 @@ class AfterImport(importlib.abc.MetaPathFinder):
     def begin(self) -> None:
         """Wait from now on. Can be repeated."""
         if sys.meta_path is not None and self not in sys.meta_path:  # it is None when the interpreter ends
-            sys.meta_path.insert(0, self)
+            sys.meta_path = [self, *sys.meta_path]  # a new list: another thread may be going through this one
 
     def end(self) -> None:
         """Wait no longer. Can be repeated."""
         if sys.meta_path is not None and self in sys.meta_path:
-            sys.meta_path.remove(self)
+            sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Find the module as the finders behind this one do."""
         search = threading.get_ident(), fullname
-        if search in self._searching or self not in sys.meta_path or not self._waits_for(fullname):
+        finders = sys.meta_path
+        if search in self._searching or self not in finders or not self._waits_for(fullname):
             return None
         self._searching.add(search)  # another tool may ask all finders in its turn, and so this one
         try:
-            for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:  # those before have passed, or ask this one
+            for finder in finders[finders.index(self) + 1 :]:  # those before have passed, or ask this one
                 find = getattr(finder, "find_spec", None)
                 spec: ModuleSpec | None = None if find is None else find(fullname, path, target)
                 if spec is not None:

@@ -48,6 +48,7 @@ class _Offer(threading.local):
 
 
 _offer = _Offer()
+_ended = False  # whether `leave_all` has run
 _open: dict[int, Entry] = {}  # entries that have begun and not ended, in this order, by identity
 
 
@@ -156,7 +157,7 @@ def leave(
     if entry is None:
         leaver.by_hand(leaver.manager, kind, value, trace)
         return
-    if id(entry) not in _open:  # the end of the program has ended it
+    if _ended and id(entry) not in _open:  # the end of the program has ended it
         leaver.over()
         return
     try:
@@ -182,7 +183,10 @@ def leave_all() -> None:
     Python closes generators and coroutines that are suspended in a block only while it frees modules. It is too late
     then: threads no longer start, and even `open` is gone.
     """
-    failed: BaseException | None = getattr(sys, "last_value", None)
+    global _ended
+    _ended = True
+    # At a prompt, it is an error that was told long ago.
+    failed: BaseException | None = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
     failures: list[Exception] = []
     try:
         if failed is not None:

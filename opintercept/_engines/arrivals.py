@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import warnings
 from collections.abc import Callable, Iterable
 from importlib.machinery import ExtensionFileLoader
 from types import ModuleType
@@ -16,8 +17,9 @@ from typing import Any
 import torch
 
 from opintercept._core.after_import import AfterImport
+from opintercept._core.errors import OpInterceptWarning, caller_level
 from opintercept._core.fork import in_child
-from opintercept._engines import base, foreign, launches, patched_functions
+from opintercept._engines import foreign, launches, locks, patched_functions
 from opintercept._engines.base import Watcher
 from opintercept._engines.dynamo import keep_out
 from opintercept._engines.kernels import KERNELS
@@ -25,6 +27,7 @@ from opintercept._engines.patches import Place
 from opintercept._engines.scope import state
 from opintercept._ops import packs, register
 from opintercept._ops.patched_functions import is_patched
+from opintercept._ops.select import split
 from opintercept._ops.table import ROWS, exact, overloads
 
 _users: dict[object, Watcher] = {}  # blocks and coroutines
@@ -36,7 +39,7 @@ def enter(user: object, watcher: Watcher) -> None:
     Raises:
         ValueError: An operator that it watches by name is not loaded any more.
     """
-    with base.lock:
+    with locks.shared:
         _users[user] = watcher
         _IMPORTS.begin()
         if gone := KERNELS.forget_unloaded():
@@ -46,7 +49,7 @@ def enter(user: object, watcher: Watcher) -> None:
 
 def leave(user: object) -> None:
     """End an `enter`. Can be repeated."""
-    with base.lock:
+    with locks.shared:
         _users.pop(user, None)
         if not _users:
             _IMPORTS.end()
@@ -62,7 +65,7 @@ def come(names: Iterable[str] = (), gone: Iterable[str] = (), functions: bool = 
     """
     if not _users:
         return
-    with base.lock:
+    with locks.shared:
         gone = KERNELS.forget_unloaded().union(gone)
         _follow(gone.union(names), gone, functions)
 
@@ -77,7 +80,7 @@ def _follow(names: frozenset[str], gone: frozenset[str], functions: bool = False
         if functions and watcher.patched:
             patched_functions.PATCHES.enter(user)
     if changed or gone:
-        with KERNELS.lock:
+        with locks.shared:
             state.watch_everywhere(state.everywhere.blocks)  # threads ask anew which blocks see an operator
 
 
@@ -119,7 +122,14 @@ def _implement(original: Callable[..., Any]) -> Callable[..., Any]:
         name = name if "::" in name else f"{self.ns}::{name}"
         key = dispatch_key or self.dispatch_key
         chooses_device = key == "BackendSelect"
-        if chooses_device and not foreign.is_torchs(name):
+        if chooses_device:
+            if name in KERNELS.installed and any(map(functools.partial(_asks_for, name), tuple(_users.values()))):
+                warnings.warn(
+                    f"blocks do not see {name} from now on: a kernel of other code takes the place of theirs, the "
+                    "dispatch key BackendSelect; use engine='mode'",
+                    OpInterceptWarning,
+                    stacklevel=caller_level(),
+                )
             KERNELS.withdraw(name)  # torch would warn that its place was taken
         try:
             return original(self, op_name, fn, dispatch_key, **options)
@@ -128,6 +138,11 @@ def _implement(original: Callable[..., Any]) -> Callable[..., Any]:
                 come([name], gone=[name] if chooses_device else ())
 
     return keep_out(impl)
+
+
+def _asks_for(name: str, watcher: Watcher) -> bool:
+    """Whether a block watches an operator for more than that it watches all, and so leaves out such as this one."""
+    return not split(watcher.ops).everything and watcher.watched_by(name) is not None
 
 
 def _executed(loader: Any, module: ModuleType) -> None:
@@ -158,7 +173,7 @@ def _waits_for(module: str) -> bool:
 def _imported(name: str) -> None:
     if _users:
         register.recheck_offered(name)
-        with base.lock:
+        with locks.shared:
             for user in _users:
                 launches.enter(user)
         come(functions=True)

@@ -11,7 +11,6 @@ import itertools
 import operator
 import os
 import sys
-import threading
 from collections.abc import Callable, Container, Mapping
 from typing import Any, ClassVar, Protocol, TypeAlias
 
@@ -20,10 +19,9 @@ import torch
 from opintercept._core import record
 from opintercept._core.errors import OpInterceptError
 from opintercept._core.exits import Entry
-from opintercept._core.fork import in_child
 from opintercept._core.noted import Ring
 from opintercept._core.pipeline import Pipeline
-from opintercept._engines import foreign, overloads
+from opintercept._engines import foreign, locks, overloads
 from opintercept._native import library
 from opintercept._ops.patched_functions import is_patched
 from opintercept._ops.select import ALL, PRODUCTS, patched_of, split
@@ -206,16 +204,6 @@ def _more(keys: Any, late: Any) -> Any:
     return keys if keys is None or all(key in keys for key in late) else keys | late
 
 
-lock = threading.RLock()  # reentrant: a signal handler may enter a block while its thread enters one
-"""Held while what watchers watch changes, and while an engine gets ready to show it. Before that of the kernels."""
-
-
-@in_child
-def _forget_parent() -> None:
-    global lock
-    lock = threading.RLock()
-
-
 class Watcher:
     """The part of an interceptor that engines know.
 
@@ -284,7 +272,7 @@ class Watcher:
 
     def renew(self) -> None:
         """Watch what has come since: a library may register its operators after the interceptor was made."""
-        with lock:
+        with locks.shared:
             foreign.look()
             come = self._chosen_at != self.engine.version(self._families)
             if come or (self.skipped and Watcher.told_of_convolutions):

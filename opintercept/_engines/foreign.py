@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Collection
 from typing import Any
@@ -16,10 +15,10 @@ import torch
 
 from opintercept._core.call import OpCall
 from opintercept._core.errors import OpInterceptWarning, caller_level
-from opintercept._core.fork import in_child
 from opintercept._core.hook import Read
 from opintercept._core.pipeline import Pipeline
 from opintercept._core.tensors import is_tensor
+from opintercept._engines import locks
 from opintercept._engines.overloads import (
     Overloads,
     forget_unloaded,
@@ -67,7 +66,6 @@ _LOOKS_LIKE = r"gemm|gemv|matmul|linear|attn|attention|mm(?![a-z])"
 # Where a library may have kernels for operators that another one has defined.
 _WITH_KERNELS = ("CPU", "CUDA", "CompositeExplicitAutograd")
 
-_lock = threading.RLock()  # reentrant: a signal handler may enter a block while its thread looks
 _seen: tuple[int, ...] = (0, 0, 0, 0)
 _counts: tuple[Any, ...] = ()
 _with_kernels: set[str] = set()
@@ -94,7 +92,7 @@ def look() -> None:
     gone = forget_unloaded()
     if now == _seen and not gone:
         return
-    with _lock:
+    with locks.shared:
         modules = frozenset(sys.modules)
         fresh = {name.partition(".")[0] for name in modules - _modules} - _PLAIN
         fresh = {name for name in fresh if not name.startswith(("_sysconfigdata", "__editable__"))}
@@ -109,7 +107,7 @@ def arrive(names: Collection[str], gone: Collection[str]) -> None:
     `ROWS.version` grows if that changes which products there are.
     """
     global _known
-    with _lock:
+    with locks.shared:
         fresh = [name for name in names if not is_torchs(name)]
         packs.load({name.partition("::")[0] for name in fresh})
         _known = _known.union(fresh)
@@ -159,7 +157,7 @@ def _scan(modules: set[str]) -> None:
 def unknown() -> Overloads:
     """Overloads of other libraries that look like matmuls and that nobody has declared, by name."""
     global _unknown, _unknown_at
-    with _lock:
+    with locks.shared:
         if _unknown_at != ROWS.version:
             _unknown = {
                 name: overload
@@ -248,9 +246,3 @@ def _roles(call: OpCall) -> tuple[str, str, str] | None:
             if one[-1] == other[-1]:
                 return lhs, rhs, "nk"
     return None
-
-
-@in_child
-def _forget_parent() -> None:
-    global _lock
-    _lock = threading.RLock()

@@ -25,7 +25,7 @@ from opintercept._core.errors import OpInterceptError, OpInterceptWarning, calle
 from opintercept._core.fork import in_child
 from opintercept._core.pipeline import run
 from opintercept._core.record import Phase
-from opintercept._engines import base, foreign
+from opintercept._engines import foreign, locks
 from opintercept._engines import overloads as _overloads
 from opintercept._engines import scope as _scope
 from opintercept._engines.base import Block, Engine, Watcher
@@ -170,7 +170,7 @@ class KernelEngine(Engine):
         """Install the kernels that a block lacks, and enter it in this thread."""
         self.hold(block, block.watcher)
         if block.watcher.everywhere:
-            with KERNELS.lock:
+            with locks.shared:
                 state.watch_everywhere((*state.everywhere.blocks, block))
         _scope.enter(block)
 
@@ -180,7 +180,7 @@ class KernelEngine(Engine):
         if block.pid != state.everywhere.pid:
             return  # a parent process entered it, and keeps its own count
         if block.watcher.everywhere:
-            with KERNELS.lock:
+            with locks.shared:
                 state.watch_everywhere(tuple(b for b in state.everywhere.blocks if b is not block))
         self.release(block)
 
@@ -190,7 +190,7 @@ class KernelEngine(Engine):
         Raises:
             OpInterceptError: Other code has a kernel where ours would go, and it would not be called.
         """
-        with base.lock:
+        with locks.shared:
             KERNELS.hold(user, watcher.shown, self)  # type: ignore[arg-type]  # as `keys` gave them
 
     def release(self, user: object) -> None:
@@ -221,15 +221,14 @@ class Kernels:
     """
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()  # reentrant: a signal handler may enter a block while its thread enters one
         self.installed: dict[str, Any] = {}
         self.users: set[object] = set()
         self.makers: set[KernelEngine] = set()
         # Kernels in Python, by the overload's name. A library that is loaded again has other overloads.
         self._made: dict[str, tuple[torch._ops.OpOverload, Callable[..., Any]]] = {}
-        # By namespace. An operator of another library has one of its own, which goes when that is unloaded.
+        # By namespace; by name for what may go while a block is open: operators of other libraries, and late ones.
         self._libraries: dict[str, torch.library.Library] = {}
-        self._foreign: dict[str, torch._ops.OpOverload] = {}  # what has been installed of other libraries
+        self._alone: dict[str, torch._ops.OpOverload] = {}  # those among the installed ones
         self._whole: dict[int, Overloads] = {}  # selections whose kernels are all installed, by identity
         self._threads_before: frozenset[str] = frozenset()
         self._last_maker: KernelEngine | None = None
@@ -246,7 +245,7 @@ class Kernels:
             maker: Makes the kernels.
             late: Those that have come since the user had all the others.
         """
-        with self.lock:
+        with locks.shared:
             self.makers.add(maker)
             if self.installed and not self.users and self._last_maker is not maker:
                 self._remove_if_quiet()  # idle kernels that could not be removed earlier
@@ -276,7 +275,9 @@ class Kernels:
                     self._told.update(taken)
                     warnings.warn(text, OpInterceptWarning, stacklevel=caller_level())
             if missing:
-                self._install(missing, overloads, maker)
+                self._install(missing, overloads, maker, late is not None)
+            if late is not None:  # of the selections before, no watcher has the last one any more
+                self._whole.clear()
             self._whole[id(overloads)] = overloads
 
     def forget_unloaded(self) -> frozenset[str]:
@@ -284,32 +285,34 @@ class Kernels:
 
         Nobody can be running one: torch has freed the operator's own kernels by now.
         """
-        with self.lock:
-            gone = [name for name, overload in self._foreign.items() if not _overloads.is_there(overload)]
+        with locks.shared:
+            gone = [name for name, overload in self._alone.items() if not _overloads.is_there(overload)]
             for name in gone:
                 self.withdraw(name)
             return frozenset(gone)
 
     def withdraw(self, name: str) -> None:
-        """Remove the kernel of an operator of another library, if it has one."""
-        with self.lock:
+        """Remove a kernel that is alone in its library, if there is one."""
+        with locks.shared:
+            if name not in self._alone:
+                return
             library = self._libraries.get(name)
             resets = () if library is None or library.m is None else (library.m.reset,)
-            pops = [functools.partial(each.pop, name, None) for each in (self.installed, self._foreign)]
+            pops = [functools.partial(each.pop, name, None) for each in (self.installed, self._alone)]
             # In one C call, as `_install` does. Dropping a kernel in C++ removes it.
             deque(map(operator.call, (self._whole.clear, *resets, *pops)), maxlen=0)
 
     def release(self, user: object) -> None:
         """End a `hold`."""
-        with self.lock:
+        with locks.shared:
             self.users.discard(user)
             if not self.users and self.installed:
                 self._remove_if_quiet()
 
-    def _install(self, names: list[str], overloads: Overloads, maker: KernelEngine) -> None:
+    def _install(self, names: list[str], overloads: Overloads, maker: KernelEngine, late: bool) -> None:
         self._last_maker = maker
+        self._alone.update({name: overloads[name] for name in names if late or not foreign.is_torchs(name)})
         steps = {name: maker.installation(name, overloads) for name in names}
-        self._foreign.update({name: overloads[name] for name in names if not foreign.is_torchs(name)})
         # A single C call installs each kernel and stores it, so that no interrupt comes in between. It skips names
         # that a signal handler has stored meanwhile.
         new, again = itertools.tee(itertools.filterfalse(self.installed.__contains__, steps))
@@ -322,7 +325,7 @@ class Kernels:
         if known is not overload or kernel is None:
             kernel = _make_kernel(name, overload)
             self._made[name] = overload, kernel
-        place = overload.namespace if foreign.is_torchs(name) else name
+        place = name if name in self._alone else overload.namespace
         library = self._libraries.get(place)
         if library is None:
             library = self._libraries[place] = torch.library.Library(overload.namespace, "IMPL")
@@ -335,17 +338,17 @@ class Kernels:
             return
         # `reset` empties a library, as interpreter shutdown does, and it can be used again.
         resets = [library.m.reset for library in self._libraries.values() if library.m is not None]
-        clears = (self._whole.clear, *resets, self.installed.clear, self._foreign.clear)
+        clears = (self._whole.clear, *resets, self.installed.clear, self._alone.clear)
         run_if_quiet(_kernel_code, self._threads_before, clears)
 
     def selects_backend(self, name: str) -> bool:
         """Whether other code has a kernel where ours would go, as torch has for factories, which choose a device."""
-        with self.lock:  # another thread may be installing ours
+        with locks.shared:  # another thread may be installing ours
             return name not in self.installed and bool(_has_kernel(name, "BackendSelect"))
 
     def taken(self) -> frozenset[str]:
         """The overloads of which other code has a kernel where ours would go."""
-        with self.lock:
+        with locks.shared:
             return frozenset(_overloads.registered("BackendSelect")) - self.installed.keys()
 
     def let_forked_tasks_end(self) -> None:
@@ -359,7 +362,6 @@ class Kernels:
 
     def forget_parent(self) -> None:
         """Start afresh in a forked child: the parent's kernels stay installed, idle, until a block ends here."""
-        self.lock = threading.RLock()
         self.users.clear()
 
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 import sys
-import threading
 from typing import Any
 
 from opintercept._core.fork import in_child
+from opintercept._engines import locks
 from opintercept._engines import scope as _scope
 
 # Kernels of Inductor that multiply nothing: pointwise operators, reductions, scans and what it fuses of those.
@@ -19,13 +19,12 @@ _PLAIN = r"triton_(poi|red|per|spl|for|mix)_"
 MODULE = "triton.knobs"
 """The module that has Triton's hooks."""
 
-_lock = threading.RLock()  # reentrant: a signal handler may enter a block while its thread enters one
 _users: set[object] = set()
 
 
 def enter(user: object) -> None:
     """Count launches until `user` leaves."""
-    with _lock:
+    with locks.shared:
         _users.add(user)
         hooks = _hooks()
         if hooks is not None:
@@ -34,7 +33,7 @@ def enter(user: object) -> None:
 
 def leave(user: object) -> None:
     """End an `enter`. Can be repeated."""
-    with _lock:
+    with locks.shared:
         _users.discard(user)
         hooks = _hooks()
         if not _users and hooks is not None:
@@ -61,7 +60,5 @@ def _launched(metadata: Any) -> None:
 
 @in_child
 def _forget_parent() -> None:
-    global _lock
-    _lock = threading.RLock()
     for user in tuple(_users):
         leave(user)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from opintercept._core.errors import OpInterceptError
 from opintercept._core.pipeline import run
 from opintercept._core.record import Phase
-from opintercept._engines import base
+from opintercept._engines import locks
 from opintercept._engines import scope as _scope
 from opintercept._engines.base import AllBut, Block, Engine, Watcher
 from opintercept._engines.scope import KEY, Scope, Watch, take
@@ -120,7 +120,7 @@ class ModeEngine(Engine):
             mode.blocks.add(block)  # keeps it on the stack
             if mode.leaving:  # a signal handler has taken it off meanwhile
                 block.mode = None
-        with base.lock:
+        with locks.shared:
             self._modes.add(block.mode)
             self._set_keys(block.mode)
         if not any(mode is block.mode for mode in self._stack()):
@@ -139,7 +139,7 @@ class ModeEngine(Engine):
         if mode is None:
             return  # an interrupt stopped `enter` before it had one
         mode.blocks.discard(block)
-        with base.lock:
+        with locks.shared:
             self._set_keys(mode)
             if not mode.blocks:
                 self._modes.discard(mode)

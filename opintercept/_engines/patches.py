@@ -6,7 +6,6 @@ Invariant: when the last user leaves, whatever still has our value has its own a
 from __future__ import annotations
 
 import operator
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from operator import itemgetter
 from typing import Any
 
 from opintercept._core.fork import in_child
+from opintercept._engines import locks
 
 MISSING: Any = object()
 
@@ -106,14 +106,13 @@ class Replacements:
         self._find = find
         self._copies = copies
         self._displaced = displaced
-        self._lock = threading.RLock()  # reentrant: a signal handler may enter a block while its thread enters one
         self._users: set[object] = set()
         self._in_place: list[Replaced] = []
         in_child(self._forget_parent)
 
     def enter(self, user: object) -> None:
         """Replace what there is to replace, until `user` leaves."""
-        with self._lock:
+        with locks.shared:
             self._users.add(user)
             if self._fixed and self._in_place:
                 return
@@ -128,7 +127,7 @@ class Replacements:
 
     def leave(self, user: object) -> None:
         """End an `enter`. Can be repeated."""
-        with self._lock:
+        with locks.shared:
             self._users.discard(user)
             if self._users or not self._in_place:
                 return
@@ -142,7 +141,6 @@ class Replacements:
 
     def _forget_parent(self) -> None:
         # A forked child ignores its parent's blocks.
-        self._lock = threading.RLock()
         self._displaced, displaced = None, self._displaced
         for user in tuple(self._users):
             self.leave(user)

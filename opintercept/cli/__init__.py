@@ -72,15 +72,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _unusable(name, error)
     except Exception as error:
-        from opintercept.cli.confined import is_child
+        from opintercept.cli.confined import is_child, reason
 
         if not is_child():
             raise
-        return _unusable(name, error)  # what others have written may be the cause
+        return _unusable(name, reason(error))  # what others have written may be the cause
     return int(status() if callable(status) else status)
 
 
-def _unusable(name: str, error: Exception) -> int:
+def _unusable(name: str, error: Exception | str) -> int:
     print(f"{styled(f'opintercept {name}:', 'wrong', sys.stderr)} {_printable_lines(error)}", file=sys.stderr)
     return UNUSABLE
 
@@ -141,6 +141,6 @@ def all_commands(
     return parser
 
 
-def _printable_lines(error: Exception) -> str:
+def _printable_lines(error: Exception | str) -> str:
     """Make an error safe for a terminal: it may quote a file from an untrusted source."""
     return "\n".join(map(printable, str(error).split("\n")))

@@ -25,6 +25,7 @@ _LIMITS = "OPINTERCEPT_CONFINED"  # seconds and bytes, in the environment of a p
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from opintercept.cli import main; sys.exit(main())"
 )
+_LEAST = 1000**3  # bytes, below which importing torch fails in more than one way
 _PATIENCE = 5  # seconds for the process to end by itself after Ctrl-C
 
 
@@ -37,8 +38,20 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-seconds", metavar="N", type=count, default=600, help="its limit of time (default 600)")
     parser.add_argument(
-        "--max-memory", metavar="SIZE", type=size, default=16 * 1000**3, help="its limit of memory (default 16G)"
+        "--max-memory", metavar="SIZE", type=_memory, default=16 * 1000**3, help="its limit of memory (default 16G)"
     )
+
+
+def _memory(text: str) -> int:
+    if size(text) < _LEAST:
+        raise argparse.ArgumentTypeError(f"must be at least 1G, since torch takes a part of it, got {text!r}")
+    return size(text)
+
+
+def reason(error: Exception) -> str:
+    """What an error of such a process says, or that it has had too little memory."""
+    no_room = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+    return "it needs more memory than --max-memory allows" if no_room else str(error)
 
 
 def opened(path: str) -> Run:

@@ -48,7 +48,7 @@ def test_an_untrusted_run_is_computed_with_the_same_result(tmp_path: Path, capfd
     [
         (CRASH, [], "was ended by SIGSEGV"),
         (HANG, ["--max-seconds", "1"], "took longer than 1 seconds; --max-seconds allows it more"),
-        (NO_ROOM, [], "no room"),
+        (NO_ROOM, [], "it needs more memory than --max-memory allows"),
     ],
     ids=["crash", "hang", "no room"],
 )
@@ -83,3 +83,9 @@ def test_a_run_of_another_user_is_not_computed_here(
     for command in (["diff", path, path], ["replay", path, "2"]):
         assert main(command) == 2
         assert "SIGSEGV" in capfd.readouterr().err
+
+
+def test_a_limit_that_torch_alone_exceeds_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["diff", "--untrusted", "--max-memory", "100M", str(tmp_path), str(tmp_path)])
+    assert "must be at least 1G, since torch takes a part of it, got '100M'" in capsys.readouterr().err

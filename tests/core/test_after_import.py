@@ -81,3 +81,14 @@ def test_a_search_alone_is_no_import(events: list[str]) -> None:
     del sys.modules[NAME]
     importlib.import_module(NAME)
     assert events[4:] == ["runs"]
+
+
+def test_a_list_that_another_thread_goes_through_stays_as_it_is(events: list[str]) -> None:
+    finder = AfterImport(NAME.__eq__, events.append)
+    for change in (finder.begin, finder.end):
+        searched = sys.meta_path
+        before = [*searched]
+        change()
+        assert sys.meta_path is not searched
+        assert searched == before
+    assert finder not in sys.meta_path

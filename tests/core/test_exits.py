@@ -579,3 +579,55 @@ if not (child := os.fork()):
 os.waitpid(child, 0)
 """
     assert run_python("-c", program).stdout == "left by the parent\n"
+
+
+@pytest.mark.parametrize("options", ["", "engine='mode'", "level='function'", "ops='all'"])
+def test_a_forked_child_leaves_the_block_that_it_was_forked_in(options: str) -> None:
+    program = f"""
+import os, sys, torch
+from opintercept import hooks, intercept
+recorder = hooks.Recorder()
+with intercept(recorder, {options}):
+    child = os.fork()
+torch.eye(2) @ torch.eye(2)
+stacks = torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
+print(stacks, len(recorder.records), flush=True)
+if child:
+    os.waitpid(child, 0)
+"""
+    assert run_python("-c", program).stdout == "(0, 0) 0\n" * 2
+
+
+def test_a_generator_that_the_collector_closes_stops_no_thread_that_enters_a_block() -> None:
+    program = f"""
+import faulthandler, gc, sys, threading, time, torch
+from opintercept import intercept
+faulthandler.dump_traceback_later(60, exit=True)
+sys.setswitchinterval(1e-6)
+sys.unraisablehook = lambda told: None  # a block that another one was entered after is left out of order
+watched, end = intercept(lambda call: None), time.monotonic() + {SECONDS}
+class Cycle:
+    pass
+def suspended():
+    with watched:
+        yield
+def cycles():
+    while time.monotonic() < end:
+        cycle = Cycle()
+        cycle.itself, cycle.held = cycle, suspended()
+        next(cycle.held)
+def blocks(**options):
+    mine = intercept(lambda call: None, **options)
+    while time.monotonic() < end:
+        with mine:
+            pass
+gc.set_threshold(3)
+threads = [threading.Thread(target=cycles), threading.Thread(target=blocks)]
+threads += [threading.Thread(target=blocks, kwargs={{"threads": "all"}}) for _ in range(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print("ended")
+"""
+    assert run_python("-c", program).stdout == "ended\n"

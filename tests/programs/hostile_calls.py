@@ -325,6 +325,8 @@ def _values(random_: random.Random, shape: tuple[int, ...], dtype: torch.dtype) 
         return torch.randint(0, 2, shape, generator=generator).to(dtype)
     else:
         found = torch.randint(0, 4, shape, generator=generator).to(dtype)
+        if random_.random() < 0.15:  # of which one divided by the other does not fit the dtype
+            found = torch.where(found > 1, torch.iinfo(dtype).min, -1).to(dtype)
         hostile_ = list(_INTEGERS)
     if found.numel() and random_.random() < 0.4:
         value = torch.tensor(random_.choice(hostile_)).to(dtype)

@@ -93,7 +93,8 @@ def _function(op: str, func: str) -> Operator | None:
     found: Any = next((function for function, row in functions().items() if row.name == op == func), None)
     for place, owner, _ in PLACES if found is None else ():
         candidate = getattr(owner, name, None) if func == f"{place}.{name}" else None
-        found = candidate if torch.overrides.resolve_name(candidate) == func == op else found
+        if callable(candidate) and torch.overrides.resolve_name(candidate) == func == op:
+            found = candidate
     base = name.removesuffix("_")
     if found is None or not (name in operators.FUNCTIONS or (base in operators.NAMES and base not in operators.CHECKS)):
         return None

@@ -351,6 +351,14 @@ def _selected(given: Given) -> None:
     _need(math.prod(shape) <= _MOST_COLUMNS, "the shape of mask")
 
 
+def _quotient(given: Given) -> None:
+    """Refuse the one quotient of integers that they cannot hold: cut to a whole number, it ends the process."""
+    x, y = (torch.as_tensor(given[name]) for name in ("self", "other"))
+    dtype = torch.result_type(given["self"], given["other"])
+    if given.get("rounding_mode") == "trunc" and not (dtype.is_floating_point or dtype.is_complex):
+        _need(not bool((y == -1).any() and (x == torch.iinfo(dtype).min).any()), "other")
+
+
 def _counted(given: Given) -> None:
     x = given["self"]
     _within(x, _MOST_COLUMNS)
@@ -382,6 +390,7 @@ CHECKS: Mapping[str, Check] = {
     "repeat_interleave": _repeats,
     "masked_select": _selected,
     "bincount": _counted,
+    "div": _quotient,
 }
 
 
@@ -392,7 +401,7 @@ _COMPOSITES = """
 FUNCTIONS: Mapping[str, Check | None] = (
     dict.fromkeys(_COMPOSITES.split())
     | dict.fromkeys((f"conv{form}{n}d" for form in ("", "_transpose") for n in (1, 2, 3)), _unfolded)
-    | {"scaled_dot_product_attention": _attention}
+    | {"div": _quotient, "scaled_dot_product_attention": _attention}
 )
 """Functions of torch that call several operators, with the checks of their arguments."""
 

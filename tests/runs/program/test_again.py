@@ -78,6 +78,19 @@ def test_an_operator_that_is_not_on_the_list_is_not_called(name: str) -> None:
         called(name)
 
 
+@pytest.mark.parametrize("name", ["torch.__path__", "torch.__dict__", "torch.nn.functional.__builtins__"])
+def test_what_is_no_function_is_not_called(name: str) -> None:
+    with pytest.raises(again.NotRunError, match="is not on the list of operators that may run again"):
+        again.operator_of(name, name)
+
+
+def test_a_quotient_that_fits_is_computed() -> None:
+    operator = again.operator_of("torch.div", "torch.div")
+    given = (torch.tensor([-9, 7]), torch.tensor([2, -1])), {"rounding_mode": "trunc"}
+    again.check_size(operator, *given, most=100)
+    assert again.run(operator, *given).tolist() == [-4, -7]
+
+
 @pytest.mark.parametrize(
     ("name", "args", "kwargs", "message"),
     [
@@ -90,6 +103,7 @@ def test_an_operator_that_is_not_on_the_list_is_not_called(name: str) -> None:
         ("masked_select.default", (torch.ones(1 << 14, 1), torch.ones(1 << 13) > 0), {}, r"the shape of mask must fit"),
         ("_safe_softmax.default", (X, -1, 64), {}, r"dtype of .* must be a dtype, got 64"),
         ("clone.default", (X,), {"memory_format": 77}, r"memory_format of .* must be a memory_format, got 77"),
+        ("div.Tensor_mode", (*torch.tensor([-(1 << 63), -1]),), {"rounding_mode": "trunc"}, r"other must fit"),
         ("_fft_r2c.default", (X, [-2], 0, True), {}, r"each size must fit"),
         ("_scaled_dot_product_attention_math.default", (torch.ones(1, 1, 1 << 14, 1),) * 3, {}, r"number of scores"),
         (
