@@ -416,8 +416,8 @@ def grad_of(operands: Iterable[int], left: int, link: Link) -> tuple[str | None,
         return None, False  # not a product: `add_` may find an operand that was freed where its own tensor is
     row = row_of(link.op)
     roles = row.roles
-    if "lhs" not in roles or "rhs" not in roles or row.family == "convolution":
-        return None, False  # one call computes both gradients of a convolution, or several a part of one each
+    if "lhs" not in roles or "rhs" not in roles or row.family in ("convolution", "attention"):
+        return None, False  # one call computes several gradients of these, or several calls a part of one
     if link.sure and not link.needed:
         return None, False  # operands that were cast may have been freed, and others may be in their memory
     at, its = (roles["lhs"][0], roles["rhs"][0]), link.operands

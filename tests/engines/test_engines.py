@@ -180,7 +180,7 @@ def takes_numbers(packet: Any) -> list[torch._ops.OpOverload]:
         and torch._C._dispatch_has_kernel(overload.name())
         and not overloads.is_composite(overload)
         and overloads.is_runnable(overload)
-        and not kernels.KERNELS.selects_backend(overload)
+        and not kernels.KERNELS.selects_backend(overload.name())
         and overload._schema.name not in table.OWN
     ]
 

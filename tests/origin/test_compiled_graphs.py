@@ -256,7 +256,8 @@ def test_a_model_has_the_names_of_eager_code_however_it_is_compiled(way: Callabl
     assert [places(lambda: compiled(x).sum().backward()) for _ in range(2)] == [eager] * 2
 
 
-CASES = list(itertools.product(MODELS, WAYS, (True, False)))
+# Experts multiply in a loop once they are compiled, inside an operator of transformers.
+CASES = list(itertools.product([name for name in MODELS if name != "mixtral"], WAYS, (True, False)))
 
 
 @as_in_2_13
