@@ -141,8 +141,10 @@ def _implement(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _asks_for(name: str, watcher: Watcher) -> bool:
-    """Whether a block watches an operator for more than that it watches all, and so leaves out such as this one."""
-    return not split(watcher.ops).everything and watcher.watched_by(name) is not None
+    """Whether a block names an operator. Of one that it has by its family, the engine tells."""
+    entries = split(watcher.ops).entries
+    named = [entry if isinstance(entry, str) else str(entry).replace(".", "::", 1) for entry in entries]
+    return name.partition(".")[0] in [each.partition(".")[0] for each in named]
 
 
 def _executed(loader: Any, module: ModuleType) -> None:

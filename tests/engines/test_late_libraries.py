@@ -442,6 +442,27 @@ def test_a_declared_operator_that_cannot_be_watched_is_told(library: Library) ->
     assert ops(recorder) == []
 
 
+def test_an_operator_that_a_block_names_and_loses_is_told(library: Library) -> None:
+    library.load()
+    with intercept(recorder := hooks.Recorder(), ops=library.name, engine="kernel"):
+        library(A, B)
+        with pytest.warns(OpInterceptWarning, match=f"blocks do not see {library.name} from now on: a kernel of other"):
+            library.implement(product, "BackendSelect")
+        assert torch.equal(library(A, B), product(A, B))
+    assert ops(recorder) == [library.name]
+
+
+@pytest.mark.parametrize("engine", ["kernel", pytest.param("compiled", marks=needs_compiler)])
+def test_an_operator_of_torch_that_comes_late_gives_no_warning(engine: Any) -> None:
+    with intercept(hooks.Recorder(), ops="all", engine=engine), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        late = torch.library.Library("prims", "FRAGMENT")
+        late.define("opintercept_comes_late(int seed) -> Tensor")  # as Inductor's `inductor_seed`
+        late.impl("opintercept_comes_late", lambda seed: torch.tensor(seed), "BackendSelect")
+        assert torch.ops.prims.opintercept_comes_late(3).item() == 3
+    late._destroy()
+
+
 def test_a_definition_that_fails_leaves_all_as_it_was(library: Library) -> None:
     with register_op(library.name, lhs="a", rhs="b"), intercept(recorder := hooks.Recorder(), engine="kernel"):
         library.load()
