@@ -591,9 +591,9 @@ with intercept(recorder, {options}):
     child = os.fork()
 torch.eye(2) @ torch.eye(2)
 stacks = torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
-print(stacks, len(recorder.records), flush=True)
 if child:
     os.waitpid(child, 0)
+print(stacks, len(recorder.records), flush=True)
 """
     assert run_python("-c", program).stdout == "(0, 0) 0\n" * 2
 
