@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
+from opintercept._core import locks
 from opintercept._core.after_import import AfterImport
 from opintercept._core.errors import OpInterceptWarning, caller_level
 from opintercept._core.fork import in_child
-from opintercept._engines import foreign, launches, locks, patched_functions
+from opintercept._engines import foreign, launches, patched_functions
 from opintercept._engines.base import Watcher
 from opintercept._engines.dynamo import keep_out
 from opintercept._engines.kernels import KERNELS

@@ -16,12 +16,12 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 
-from opintercept._core import record
+from opintercept._core import locks, record
 from opintercept._core.errors import OpInterceptError
 from opintercept._core.exits import Entry
 from opintercept._core.noted import Ring
 from opintercept._core.pipeline import Pipeline
-from opintercept._engines import foreign, locks, overloads
+from opintercept._engines import foreign, overloads
 from opintercept._native import library
 from opintercept._ops.patched_functions import is_patched
 from opintercept._ops.select import ALL, PRODUCTS, patched_of, split

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
+from opintercept._core import locks
 from opintercept._core.call import OpCall
 from opintercept._core.errors import OpInterceptWarning, caller_level
 from opintercept._core.hook import Read
 from opintercept._core.pipeline import Pipeline
 from opintercept._core.tensors import is_tensor
-from opintercept._engines import locks
 from opintercept._engines.overloads import (
     Overloads,
     forget_unloaded,

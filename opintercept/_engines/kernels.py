@@ -21,11 +21,12 @@ from typing import Any
 
 import torch
 
+from opintercept._core import locks
 from opintercept._core.errors import OpInterceptError, OpInterceptWarning, caller_level
 from opintercept._core.fork import in_child
 from opintercept._core.pipeline import run
 from opintercept._core.record import Phase
-from opintercept._engines import foreign, locks
+from opintercept._engines import foreign
 from opintercept._engines import overloads as _overloads
 from opintercept._engines import scope as _scope
 from opintercept._engines.base import Block, Engine, Watcher

@@ -9,8 +9,8 @@ import re
 import sys
 from typing import Any
 
+from opintercept._core import locks
 from opintercept._core.fork import in_child
-from opintercept._engines import locks
 from opintercept._engines import scope as _scope
 
 # Kernels of Inductor that multiply nothing: pointwise operators, reductions, scans and what it fuses of those.

@@ -10,10 +10,10 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from opintercept._core import locks
 from opintercept._core.errors import OpInterceptError
 from opintercept._core.pipeline import run
 from opintercept._core.record import Phase
-from opintercept._engines import locks
 from opintercept._engines import scope as _scope
 from opintercept._engines.base import AllBut, Block, Engine, Watcher
 from opintercept._engines.scope import KEY, Scope, Watch, take

@@ -14,8 +14,8 @@ from itertools import chain
 from operator import itemgetter
 from typing import Any
 
+from opintercept._core import locks
 from opintercept._core.fork import in_child
-from opintercept._engines import locks
 
 MISSING: Any = object()
 

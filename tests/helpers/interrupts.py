@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import signal
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -68,13 +69,19 @@ class Interrupted:
 
     def strike(self, number: int, frame: Any) -> None:
         """Handle the signal."""
-        # Python loses an exception that is raised in a callback of a weak reference or of its garbage collector.
-        if self._inside and not frame.f_globals.get("__name__", "").startswith(
-            ("hypothesis", "_weakrefset", "weakref")
-        ):
+        if self._inside and not _is_lost(frame):
             self._inside = False
             self.delivered += 1
             raise KeyboardInterrupt
+
+
+def _is_lost(frame: Any) -> bool:
+    """Whether Python loses what is raised here: in a finalizer, or a callback of a weak reference or its collector."""
+    name = frame.f_globals.get("__name__", "")
+    callers = (caller for caller, _ in traceback.walk_stack(frame))
+    return name.startswith(("hypothesis", "_weakrefset", "weakref")) or any(
+        caller.f_code.co_name == "__del__" for caller in callers
+    )
 
 
 def interrupt(
