@@ -149,7 +149,7 @@ class Plain:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain data."""
-        return {name: plain(getattr(self, name)) for name in self.__dataclass_fields__}  # type: ignore[attr-defined]
+        return {each.name: plain(getattr(self, each.name)) for each in fields(self)}  # type: ignore[arg-type]
 
 
 def plain(value: Any) -> Any:

@@ -12,7 +12,7 @@ from opintercept._core.tables import Cells, Marked, Part
 from opintercept._core.text import counted, listed, number, printable, rate_text, work_text
 from opintercept._reports.calls import OpenedRun
 from opintercept._reports.sums import LONGEST, Row, RunSums, Series
-from opintercept.runs.compare.words import nonfinite
+from opintercept.runs.program.words import nonfinite
 from opintercept.runs.store.codec import StoredCall, is_output
 from opintercept.runs.store.run import Run
 

@@ -25,9 +25,8 @@ COMMANDS = {
     "run": "run a program, show what its matmuls cost and where they go wrong, and record them",
     "show": "show what a recorded run consists of",
     "diff": "find where two recorded runs first differ",
+    "why": "say what one recorded program does otherwise than another, and what that costs the loss",
     "ranks": "find where the ranks of a recorded run first diverge",
-    "align": "compare two recorded runs whose modules have other names, by the rows of their weights",
-    "explain": "say what the difference of two runs' losses is made of: calls, weights, inputs",
     "report": "write one HTML page about one or two runs",
     "export": "write a run as a trace for Perfetto",
     "replay": "run one recorded call again on its own",
@@ -40,9 +39,8 @@ EXAMPLES = {
     "run": ["run train.py --epochs 1", "run --out runs/a --every-steps 10 -m package.train", "run --stop train.py"],
     "show": ["show runs/a", "show runs/a --module 'encoder.*' --by step", "show runs/a --calls --sort time --limit 5"],
     "diff": ["diff runs/a runs/b", "diff runs/eager runs/compiled --rtol 1e-5"],
+    "why": ["why runs/a runs/b", "why runs/trainer runs/engine -o why.html"],
     "ranks": ["ranks runs/a"],
-    "align": ["align runs/trainer runs/engine"],
-    "explain": ["explain runs/float32 runs/bfloat16", "explain runs/a runs/b --by module -o explain.html"],
     "report": ["report runs/a -o a.html", "report runs/a runs/b"],
     "export": ["export runs/a -o trace.json.gz", "export runs/a --steps 10:12 --profile profile.json"],
     "replay": ["replay runs/a 17", "replay runs/a 17 --dtype float64"],
@@ -50,6 +48,7 @@ EXAMPLES = {
     "build": ["build"],
     "info": ["info"],
 }
+_RENAMED = {"align": "why", "explain": "why"}
 _EXTRA = ("duckdb", "numpy", "safetensors")  # what the extra cli installs, and files of commands import
 UNUSABLE = 2  # the exit status for input that cannot be used, the same as argparse's
 
@@ -60,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not argv:
         argv = ["--help"]  # like pip, with status 0
     name, *rest = argv
+    if name in _RENAMED:
+        return _unusable(name, f"is now `opintercept {_RENAMED[name]}`")
     if name not in COMMANDS:
         all_commands().parse_args(argv)  # exits: prints help, the version or an error
         raise AssertionError(f"argparse accepted the unknown command {name!r}")

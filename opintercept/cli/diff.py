@@ -11,8 +11,8 @@ from opintercept.cli.options import add_filters, add_result, rename, tolerance
 from opintercept.cli.terminal.output import print_result
 from opintercept.cli.terminal.progress import progress
 from opintercept.runs.compare.diff import compare_runs
-from opintercept.runs.compare.pairing import module_name, operator_name
 from opintercept.runs.compare.values import Comparer
+from opintercept.runs.program.names import module_name, operator_name
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_result(parser, "the runs are equal")
     add_limits(parser)
     rename(parser, "--ranks", "a command: opintercept ranks RUN")
-    rename(parser, "--align", "a command: opintercept align A B")
+    rename(parser, "--align", "a command: opintercept why A B")
 
 
 def command(arguments: argparse.Namespace) -> int:

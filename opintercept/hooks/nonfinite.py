@@ -55,7 +55,7 @@ from opintercept._values.read import (
     parts_of,
     stored_values,
 )
-from opintercept.hooks._infs import Infs, Place, places
+from opintercept.hooks._infs import Infs, MemoryPlace, places
 from opintercept.hooks._scaling import Scaling
 
 Action = Literal["raise", "warn", "record", "breakpoint"]
@@ -205,11 +205,11 @@ class _InputRanges(NamedTuple):
     ranges: dict[str, torch.Tensor]
     numbers: dict[str, ValueRange]
     unread: tuple[str, ...]
-    memory: dict[str, list[Place]]
+    memory: dict[str, list[MemoryPlace]]
     inner: bool  # whether autograd may throw away what the call made, before anybody gets it
 
 
-_Spans = tuple[Late, tuple[str, ...], _InputRanges, list[Place]]
+_Spans = tuple[Late, tuple[str, ...], _InputRanges, list[MemoryPlace]]
 """The ranges of the output and of inputs, the names of these, the rest of the inputs, and where the output is."""
 
 
@@ -383,7 +383,7 @@ class NonFinite(Copyable, Shown):
         output: ValueRange,
         operands: dict[str, ValueRange],
         found: _InputRanges,
-        written: list[Place],
+        written: list[MemoryPlace],
         *,
         running: bool = False,
     ) -> Finding | None:

@@ -1,4 +1,4 @@
-"""Runs on disk: record, open, compare, explain and replay them, or patch their outputs into another program.
+"""Runs on disk: record, open, compare and replay them, or patch their outputs into another program.
 
 Importing this imports neither torch nor numpy: what needs them is loaded when it is first used.
 """
@@ -8,50 +8,47 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from opintercept._core.errors import needs
-from opintercept.runs.align.align import align as align
-from opintercept.runs.align.alignment import Alignment as Alignment
 from opintercept.runs.compare.diff import diff as diff
 from opintercept.runs.compare.result import Difference as Difference
-from opintercept.runs.explain.explain import explain as explain
-from opintercept.runs.explain.explanation import Explanation as Explanation
 from opintercept.runs.ranks.diff import diff_ranks as diff_ranks
 from opintercept.runs.ranks.difference import RankDifference as RankDifference
 from opintercept.runs.store.run import Run as Run
 from opintercept.runs.store.run import open_run as open_run
+from opintercept.runs.why.answer import Answer as Answer
+from opintercept.runs.why.why import why as why
 
 if TYPE_CHECKING:
     from opintercept.runs.patch import Patch as Patch
     from opintercept.runs.record.recorder import RunRecorder as RunRecorder
 
 __all__ = [
-    "Alignment",
+    "Answer",
     "Difference",
-    "Explanation",
     "Patch",
     "RankDifference",
     "Run",
     "RunRecorder",
-    "align",
     "diff",
     "diff_ranks",
-    "explain",
     "open_run",
+    "why",
 ]
 
+_RENAMED = {"Graft": "Patch", "align": "why", "explain": "why", "Alignment": "Answer", "Explanation": "Answer"}
 _LATER = {"Patch": "patch", "RunRecorder": "record.recorder"}
 _MOVED = {  # attributes of results, by the file that has their types
-    "runs.align.alignment": ("Aligned", "Apart"),
     "runs.compare.difference": ("Absent", "CallDifference", "ModuleDifference", "RoleDifference", "Unmatched"),
     "runs.ranks.difference": ("RankFinding",),
     "runs.store.codec": ("StoredCall",),
     "runs.store.run": ("RunInfo",),
+    "runs.why.answer": ("Cause", "Loss", "Place"),
     "_values.stats": ("Values",),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Graft":
-        raise AttributeError(f"module {__name__!r} has no attribute 'Graft'; it is called Patch now")
+    if name in _RENAMED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it is called {_RENAMED[name]} now")
     if name not in _LATER:
         home = next((file for file, names in _MOVED.items() if name in names), None)
         hint = f"; import it from opintercept.{home}" if home else ""

@@ -325,7 +325,7 @@ def prepared(
     given = _given(run, call)
     args = [again.argument(item, "", tensor, device) for item in given["args"]]
     kwargs = {name: again.argument(item, name, tensor, device) for name, item in given["kwargs"].items()}
-    made = [run.size(call.rank, name) for role, name in call.tensors.items() if is_output(role)]
+    made = [run.kept(call.rank, name)[0] for role, name in call.tensors.items() if is_output(role)]
     again.check_size(operator, args, kwargs, again.room(known.values(), made), limit)
     return operator, args, kwargs
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from opintercept._core.errors import OpInterceptError
 from opintercept._values.stats import Values
-from opintercept.runs.compare.pairing import module_name
+from opintercept.runs.program.names import module_name
 from opintercept.runs.store.codec import StoredCall, is_output
 from opintercept.runs.store.columns import CHUNK, Array, Arrays, Columns, in_steps
 from opintercept.runs.store.files import replaced

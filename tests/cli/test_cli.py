@@ -156,12 +156,12 @@ def test_recording_values_needs_the_packages_that_store_them(missing: str, tmp_p
         assert not (tmp_path / kept).exists()
 
 
-@pytest.mark.parametrize("name", ["show", "diff", "ranks", "align", "explain", "report", "export"])
+@pytest.mark.parametrize("name", ["show", "diff", "why", "ranks", "report", "export"])
 @pytest.mark.parametrize("option", ["--help", "run"])
 def test_commands_that_read_runs_say_what_they_need(name: str, option: str, tmp_path: Path) -> None:
     write(tmp_path / "run", [call("a", "x", "w", "y")])
     run = str(tmp_path / "run")
-    arguments = [option] if option == "--help" else [run, run] if name in ("diff", "align", "explain") else [run]
+    arguments = [option] if option == "--help" else [run, run] if name in ("diff", "why") else [run]
     done = without("numpy", name, *arguments)
     if done.returncode or option == "run":
         assert (done.returncode, done.stdout) == (2, "")

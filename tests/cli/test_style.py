@@ -79,7 +79,7 @@ def test_diff_sets_off_the_first_divergence(tmp_path: Path, monkeypatch: pytest.
     assert printed(monkeypatch, "diff", str(tmp_path / "a"), str(tmp_path / "b")) == COLOUR.sub(r"\2", text)
     monkeypatch.delenv("NO_COLOR")
     assert coloured(printed(monkeypatch, "diff", str(tmp_path / "a"), str(tmp_path / "a"))) == [
-        ("32", "no call differs")
+        ("32", "no call differs: all are equal bit for bit")
     ]
 
 

@@ -172,20 +172,22 @@ def test_a_difference_is_a_table_of_modules(tmp_path: Path) -> None:
     row = lines[next(place for place, line in enumerate(lines) if line.startswith("modules that differ  ")) + 1]
     assert row.split()[:5] == ["b", "forward", "1", "1", "1"]
     assert '<td class="text">b</td>' in found._repr_html_()
-    assert str(same).splitlines()[3:5] == ["2 calls in A, 2 in B, 2 compared: 2 equal", "no call differs"]
+    assert str(same).splitlines()[3:5] == [
+        "2 calls in A, 2 in B, 2 compared: 2 equal",
+        "no call differs: all are equal bit for bit",
+    ]
     assert repr(found).startswith("Difference(a=")
 
 
-def test_an_alignment_is_a_table_of_pairs(tmp_path: Path) -> None:
-    model = nn.Linear(4, 8)
-    for name in "ab":
-        with torch.no_grad(), intercept(runs.RunRecorder(tmp_path / name, "full")):
-            model(torch.ones(3, 4))
-    found = runs.align(runs.open_run(tmp_path / "a"), runs.open_run(tmp_path / "b"))
-    assert found.to_pandas()[["module", "other", "by", "kind", "rows"]].values.tolist() == [
-        ["Linear", "Linear", "rows", "equal", 8]
+def test_an_answer_is_a_table_of_causes(tmp_path: Path) -> None:
+    for name, slope in (("a", 0.1), ("b", 0.2)):
+        with torch.no_grad(), intercept(runs.RunRecorder(tmp_path / name, "full"), ops="all"):
+            nn.functional.leaky_relu(torch.linspace(-1, 1, 12).view(3, 4), slope)
+    found = runs.why(runs.open_run(tmp_path / "a"), runs.open_run(tmp_path / "b"))
+    assert found.to_pandas()[["kind", "what", "exact"]].values.tolist() == [
+        ["argument", "uses negative_slope=0.2 where A uses 0.1", True]
     ]
-    assert "joined: 1 of 1 forward call of A, 1 of 1 of B: 1 by equal rows of the weights" in str(found)
+    assert str(found).startswith("B uses negative_slope=0.2 where A uses 0.1, ")
     assert "<td" in found._repr_html_()
 
 

@@ -30,7 +30,7 @@ COMMANDS = {
     "run": RUN,
     "run --hooks": (*RUN, "--hooks", HOOKS, "--ops", "all", "--out", "run"),
     "run --stop": (*RUN, "--stop"),
-    "run --explain": (*RUN, "--out", "run", "--explain"),
+    "run --why": (*RUN, "--out", "run", "--why"),
     "run --flight": (*RUN, "--out", "run", "--flight", "9"),
     "a block": (),
 }

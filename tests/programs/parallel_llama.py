@@ -1,4 +1,4 @@
-"""A small Llama whose layers several processes share; tests/runs/align/test_align.py starts the ranks.
+"""A small Llama whose layers several processes share; tests/runs/why/test_products.py starts the ranks.
 
 `python parallel_llama.py FOLDER RANK SIZE` records one forward pass; `SIZE` 1 is a whole model.
 """

@@ -14,7 +14,7 @@ from sources import PACKAGE, SOURCES, file_of, private
 # A file imports from its own room and from those before it, also inside functions and for annotations.
 ROOMS = {
     "": "_core _ops _origin _native _values _ranks _kit _engines _blocks hooks runs _reports integrations testing cli",
-    "runs": "store record sums program replay compare ranks explain align report trace patch",
+    "runs": "store record sums program replay why compare ranks report trace patch",
 }
 MOST_ROOMS = 17
 MOST_FILES = 20  # directly in a folder

@@ -39,10 +39,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--flight", metavar="N", type=count, help="record only the last N calls, and only if the program fails"
     )
     parser.add_argument(
-        "--explain",
+        "--why",
         action="store_true",
-        help="record what `opintercept explain` needs: all operators and values of the forward pass of one step",
+        help="record what `opintercept why` needs: all operators and values, of the forward pass of the first step "
+        "or of all that --steps names",
     )
+    rename(parser, "--explain", "--why")
     parser.add_argument(
         "--every-steps", metavar="N", type=count, help="record only every Nth step, starting with the first of --steps"
     )
@@ -102,11 +104,12 @@ def command(arguments: argparse.Namespace) -> Callable[[], int]:
     """Return a function that runs the program."""
     if not arguments.program:
         raise OpInterceptError("no program given; use `opintercept run script.py` or `opintercept run -m module`")
-    for name in ("tensors", "explain", "overwrite", "flight", "every_steps", "max_bytes"):
+    for name in ("tensors", "why", "overwrite", "flight", "every_steps", "max_bytes"):
         if getattr(arguments, name) and arguments.out is None:
             raise OpInterceptError(f"--{name.replace('_', '-')} needs --out FOLDER, the folder to record to")
-    if arguments.explain:
-        for option, value in (("ops", "all"), ("tensors", "full"), ("phase", "forward"), ("steps", range(1))):
+    if arguments.why:
+        one_pass = {"phase": arguments.phase or "forward", "steps": range(1)} if arguments.steps is None else {}
+        for option, value in {"ops": "all", "tensors": "full", **one_pass}.items():
             setattr(arguments, option, getattr(arguments, option) or value)
     name, *rest = arguments.program
     if arguments.out is not None:

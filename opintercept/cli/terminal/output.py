@@ -23,10 +23,10 @@ from opintercept.cli.terminal.progress import hide
 from opintercept.cli.terminal.style import styled
 
 if TYPE_CHECKING:
-    from opintercept.runs import Alignment, Difference, Explanation, RankDifference
+    from opintercept.runs import Answer, Difference, RankDifference
     from opintercept.runs.replay import Replay
 
-    Result = Difference | RankDifference | Alignment | Explanation | Replay
+    Result = Difference | RankDifference | Answer | Replay
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Compares two processes, and classifies each pair: it adds its difference, has a changed operand, or inherits it.
 
-What is reported of runs with values is decided by computing it.
+Where the judge of `why` has compared what two runs come to, its answer decides.
 
 Invariant: no operand counts as changed if an earlier differing call can explain the change. Memory grows with the
 modules, not with the pairs. Needs numpy. Must not import torch.
@@ -8,7 +8,6 @@ modules, not with the pairs. Needs numpy. Must not import torch.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -31,14 +30,13 @@ from opintercept.runs.compare.difference import (
     KINDS,
     Absent,
     CallDifference,
-    Computed,
     ModuleDifference,
     RoleDifference,
-    order,
 )
 from opintercept.runs.compare.histories import Histories
 from opintercept.runs.compare.index import PHASES, Index, Pairs, PairWindow
-from opintercept.runs.compare.pairing import BY, PAIRINGS, Ids, first_models, module_name, outcome
+from opintercept.runs.compare.judged import decides, judged, story, unjudged
+from opintercept.runs.compare.pairing import BY, PAIRINGS, Ids, outcome
 from opintercept.runs.compare.totals import (
     ADDED,
     ARGUMENT,
@@ -46,28 +44,26 @@ from opintercept.runs.compare.totals import (
     INHERITED,
     NEVER,
     NOT_COMPARED,
-    OPERAND,
-    ROUNDING,
+    ROW,
     UNCLEAR,
     DiffTotals,
     ProcessTotals,
     differ,
     kinds_of,
+    rows_of,
 )
 from opintercept.runs.compare.values import Comparer, TensorErrors
+from opintercept.runs.program.names import first_models, module_name
 from opintercept.runs.store.codec import StoredCall
-from opintercept.runs.store.columns import CHUNK, FIGURES, ROLES, SLOTS, Array, Arrays, Columns
+from opintercept.runs.store.columns import FIGURES, ROLES, SLOTS, Array, Arrays, Columns
 from opintercept.runs.store.run import Run
 from opintercept.runs.sums import CodeNumbers
+from opintercept.runs.why.answer import Answer
 
 _BATCH = 256  # calls that are read whole together
 _PIECE = 1 << 14  # calls whose statistics are read together
 _HASHES = tuple(f"{slot}_hash" for slot in SLOTS)
 _NAMES = (*_HASHES, "has_more", "has_tensors", "has_error", "elapsed")
-_ROUNDED = 8.0  # unit roundoffs that operators between two calls may put into an operand
-_AMPLIFIED = 1e3  # A weight that differs by more than this multiple of every earlier error was changed
-_LEAST = 1e-7  # the largest difference before it is taken for no less, beside the largest modulus
-_WORK = 2e11  # floating-point operations of the calls that are searched for a cause: about a minute of one core
 
 
 class ProcessPair:
@@ -88,7 +84,7 @@ class ProcessPair:
         # equal, as an index into `BY`, whether some tensors have no hash, and the number of its rule.
         self._of_kinds = np.zeros((5, 0), np.int64)
         self._modules = np.zeros((0, 3), np.int64)  # for each pair of keys the modules of both, and the phase
-        self._decided: dict[int, tuple[int, Computed | str]] = {}  # the kinds of calls that were computed again
+        self._kinds_of: dict[int, int] = {}  # the kinds of pairs that were judged, by the numbers of A's calls
 
     def compare(self, total: DiffTotals) -> None:
         """Compare all pairs, classify them, and add them to `total`."""
@@ -96,20 +92,26 @@ class ProcessPair:
             for _ in self._pairs.windows():
                 pass
             self._pairs.settled()
+        runs = self._comparer.a, self._comparer.b
+        sides = self._a.columns, self._b.columns
+        total.judged = unjudged(*runs, sides) if self._comparer.reads_tensors else "values were not read"
         while True:
             self._totals, self._histories = ProcessTotals(total.worst_limit), Histories()
-            self._errors: list[Array] = []  # numbers and relative errors, if they may be asked for
+            self._differing = [np.zeros(0, ROW)]  # all pairs that are not known to be equal, if they may be judged
             self._shown: list[tuple[Array, Array, Array]] = []
             for window in self._pairs.windows(_NAMES):
-                self._compare_window(window, watched=total.watch is not None)
+                self._compare_window(window, total)
             if self._pairs.settled():
                 break
         alone_a, alone_b = self._pairs.unmatched
         total.add_unmatched("a", self._ranks[0], self._a, alone_a)
         total.add_unmatched("b", self._ranks[1], self._b, alone_b)
-        self._add_to(total)
+        differing = np.concatenate(self._differing)
+        if not total.judged and (len(differing) or len(alone_a) or len(alone_b)):
+            total.judged = judged(*runs)
+        self._add_to(total, np.sort(differing, order="a") if decides(total.judged) else None)
 
-    def _compare_window(self, rows: PairWindow, watched: bool) -> None:
+    def _compare_window(self, rows: PairWindow, total: DiffTotals) -> None:
         kinds, new = self._kinds.of((rows.a["kind"] << 32) | rows.b["kind"])
         if len(new):
             self._learn(rows.a["kind"][new], rows.b["kind"][new])
@@ -126,10 +128,12 @@ class ProcessPair:
         if len(left):
             self._compare(rows, left, rule)
         self._totals.add(self._found, chosen, self._modules[:, 2] == PHASES.index("backward"))
-        if self._comparer.computes:
-            self._errors.append(np.stack([rows.numbers, self._found["relative"]]))
-        if watched:
-            differs = differ(kinds_of(self._found))
+        if total.judged and total.watch is None:
+            return
+        differs = differ(kinds_of(self._found))
+        if not total.judged:
+            self._differing.append(rows_of(self._found, np.flatnonzero(differs | (self._found["own"] == NOT_COMPARED))))
+        if total.watch is not None:
             self._shown.append((rows.numbers[chosen], self._found["relative"][chosen], differs[chosen]))
 
     def _learn(self, kind_a: Array, kind_b: Array) -> None:
@@ -235,7 +239,8 @@ class ProcessPair:
         a, b = self._a.columns, self._b.columns
         return zip(a.calls_at(numbers, given=given), b.calls_at(others, given=given), strict=True)
 
-    def _add_to(self, total: DiffTotals) -> None:
+    def _add_to(self, total: DiffTotals, differing: Array | None) -> None:
+        """Add what was found; if it was judged, `differing` has all pairs that are not known to be equal."""
         totals = self._totals
         keys = totals.keys
         if not len(keys):
@@ -244,35 +249,62 @@ class ProcessPair:
         if some := int((keys["first"]["a"] < NEVER).sum()):
             constant = self._histories.constant(np.argsort(keys["first"]["a"])[:some].tolist(), keys["calls"])
         of_keys = totals.counts(constant)
+        kept = [keys["first"], keys["chosen"], totals.worst]
+        firsts = keys["chosen"]["a"].copy()
+        blamed = firsts[firsts < NEVER]
+        if differing is not None:
+            assert isinstance(total.judged, Answer)
+            kept, blamed = [differing], self._judge(differing, total.judged, of_keys, firsts)
+        self._rows = {int(row["a"]): row for rows in kept for row in rows}
         modules, module_of = np.unique(self._modules, axis=0, return_inverse=True)
         module_of = module_of.reshape(-1)
         counts = np.zeros((len(modules), len(KINDS)), np.int64)
-        relative, firsts = np.full(len(modules), -1.0), np.full(len(modules), NEVER)
+        relative, firsts_of = np.full(len(modules), -1.0), np.full(len(modules), NEVER)
         np.add.at(counts, module_of, of_keys)
         np.maximum.at(relative, module_of, keys["relative"])
-        np.minimum.at(firsts, module_of, keys["chosen"]["a"])
+        np.minimum.at(firsts_of, module_of, firsts)
         total.pairs += totals.pairs
         total.metadata += totals.metadata
         total.pairings.update(_counted(PAIRINGS, totals.how))
         total.by.update(_counted(BY, totals.by))
+        total.kinds.update(_counted(KINDS, counts.sum(0)))
         for of_run, times in zip(total.elapsed, totals.elapsed, strict=True):
             of_run.extend(times)
-        found = np.flatnonzero(firsts < NEVER)
-        found = found[np.argsort(firsts[found])]
-        kept = np.concatenate([keys["first"], keys["chosen"], totals.worst])
-        self._rows = {int(row["a"]): row for row in kept}
-        reported = [*firsts[found][: total.limit].tolist(), *totals.worst["a"].tolist()]
-        first = self._first(reported) if len(found) else None
-        for number, (kind, _) in self._decided.items():
-            row = self._rows[number]
-            np.add.at(counts, (module_of[row["key"]], [int(kinds_of(row)), kind]), [-1, 1])
-        total.kinds.update(_counted(KINDS, counts.sum(0)))
         if total.watch is not None and self._shown:
             numbers, errors, differs = map(np.concatenate, zip(*self._shown, strict=True))
             order = np.argsort(numbers)
             total.watch(self._a, numbers[order], errors[order], differs[order], self._ranks)
-        if first is None:
+        if len(blamed):
+            self._add_first(self._rows[int(blamed.min())], total)
+        if not (found := np.flatnonzero(firsts_of < NEVER)).size:
             return
+        found = found[np.argsort(firsts_of[found])]
+        total.modules_in_all += len(found)
+        found = found[: total.limit]
+        differences = [
+            (float(row["relative"]), self._difference(self._rows[int(row["a"])], one, other))
+            for row, (one, other) in zip(totals.worst, self._calls(totals.worst["a"], totals.worst["b"]), strict=True)
+        ]
+        total.add_rows(differences, self._module_rows(firsts_of[found], counts[found], relative[found]))
+
+    def _judge(self, differing: Array, answer: Answer, of_keys: Array, firsts: Array) -> Array:
+        """Set kinds, counts and first calls by what the judge says, and return the calls of A that it blames."""
+        a, numbers = self._a, differing["a"]
+        read = a.gather(numbers, ("index",))
+        products = np.array([a.columns.signature(each).record.gemm is not None for each in a.signature], bool)
+        at = (chunk["index"][products[chunk["kind"]]] for _, chunk in a.chunks(("index",)))
+        begins = next((int(each[0]) for each in at if len(each)), 0)
+        kinds, blamed = story(differing, read["index"], begins, answer)
+        self._kinds_of = dict(zip(numbers.tolist(), kinds.tolist(), strict=True))
+        chosen = a.chosen(numbers, read["kind"])
+        of_keys[:, np.arange(len(KINDS)) != EQUAL] = 0
+        np.add.at(of_keys, (differing["key"][chosen], kinds[chosen]), 1)
+        firsts[:] = NEVER
+        shown = chosen & (kinds != NOT_COMPARED)
+        np.minimum.at(firsts, differing["key"][shown], numbers[shown])
+        return np.asarray(numbers[chosen & (blamed if (blamed & chosen).any() else kinds == INHERITED)])
+
+    def _add_first(self, first: Any, total: DiffTotals) -> None:
         ((one, other),) = self._calls(np.array([first["a"]]), np.array([first["b"]]), given=True)
         alone_a, alone_b = (
             int(np.searchsorted(each, number))
@@ -280,76 +312,6 @@ class ProcessPair:
         )
         optimizer = not alone_a + alone_b and self._by_optimizer(first)
         total.add_first(self._difference(first, one, other), (alone_a, alone_b), optimizer)
-        total.modules_in_all += len(found)
-        found = found[: total.limit]
-        worst = [self._rows[number] for number in totals.worst["a"].tolist()]
-        differences = [
-            (float(row["relative"]), self._difference(row, one, other))
-            for row, (one, other) in zip(worst, self._calls(totals.worst["a"], totals.worst["b"]), strict=True)
-        ]
-        total.add_rows(differences, self._module_rows(firsts[found], counts[found], relative[found]))
-
-    def _first(self, reported: list[int]) -> Any:
-        """Compute what will be reported, and find the first call whose difference rounding does not explain."""
-        firsts = np.sort(self._totals.keys["chosen"]["a"])
-        rows = [self._rows[number] for number in firsts[firsts < NEVER].tolist()]
-        work = 0.0
-        if not self._comparer.computes:
-            return rows[0]
-        for row in rows:
-            work += self._decide(row)
-            if (is_cause := self._decided[int(row["a"])][0] not in (INHERITED, ROUNDING)) or work > _WORK:
-                break
-        for each in reported:
-            if work < 4 * _WORK:
-                work += self._decide(self._rows[each])
-            self._decided.setdefault(each, (int(kinds_of(self._rows[each])), "other calls took long to compute"))
-        return row if is_cause else rows[0]
-
-    def _decide(self, row: Any) -> float:
-        """Compute a pair of calls again, and decide what kind it is of; return how much work that was."""
-        if (number := int(row["a"])) in self._decided:
-            return 0.0
-        ((a, b),) = self._calls(np.array([number]), np.array([row["b"]]), given=True)
-        found, kind = self._comparer.computed(a, b), int(kinds_of(row))
-        if isinstance(found, Computed) and kind != ARGUMENT:
-            if max(found.added_a, found.added_b) > 1:
-                kind = ADDED
-            elif kind == OPERAND:
-                kind = ROUNDING if self._is_rounded(row, a, b, found) else OPERAND
-            elif kind in (ADDED, UNCLEAR):
-                kind = INHERITED if any(found.operands.values()) else ROUNDING
-            elif kind == INHERITED and self._unexplained(row, a, b):
-                kind = OPERAND
-        self._decided[number] = kind, found
-        return float(a.record.flops or 10 * sum(values.count for values in a.values.values()))
-
-    def _is_rounded(self, row: Any, a: StoredCall, b: StoredCall, found: Computed) -> bool:
-        """Whether the changed operands differ by rounding alone, and not in dtype unless there is a tolerance."""
-        roles = {role.role: role for role in role_differences(self._comparer, a, b)}
-        changed = [roles[name] for name in _names(row, [*roles.values()])]
-        return all(
-            found.operands.get(role.role, math.inf) <= _ROUNDED
-            and (self._comparer.tolerant or (role.a and role.a.dtype) == (role.b and role.b.dtype))
-            for role in changed
-        )
-
-    def _unexplained(self, row: Any, a: StoredCall, b: StoredCall) -> int:
-        """Count weights as changed that differ by far more than all calls before, in a first forward pass."""
-        numbers, relative = np.hstack(self._errors)
-        before = relative[numbers < row["a"]]
-        if not np.isfinite(before).all() or not self._is_forward(int(row["a"]) + 1):
-            return 0
-        limit = _AMPLIFIED * max(float(before.max(initial=0.0)), _LEAST)
-        for role in role_differences(self._comparer, a, b):
-            if role.role in ("rhs", "bias") and role.equal is False and order(role.relative) > limit:
-                row["changed"] |= operand(role.role)
-        return int(row["changed"])
-
-    def _is_forward(self, end: int) -> bool:
-        """Whether all calls of A up to one are in a forward pass."""
-        kinds = (self._a.gather(np.arange(n, min(n + CHUNK, end)))["kind"] for n in range(0, end, CHUNK))
-        return not any(self._a.phase[each].any() for each in kinds)
 
     def _by_optimizer(self, first: Any) -> bool:
         """Whether a weight differs although it was equal in an earlier call, and all gradients before are equal."""
@@ -389,9 +351,9 @@ class ProcessPair:
     def _difference(self, row: Any, a: StoredCall, b: StoredCall) -> CallDifference:
         roles = role_differences(self._comparer, a, b)
         arguments = self._comparer.arguments(a, b)
-        kind, found = self._decided.get(int(row["a"])) or (int(kinds_of(row)), self._comparer.computed(a, b))
+        kind = self._kinds_of.get(int(row["a"]), int(kinds_of(row)))
         pairing, names = PAIRINGS[row["how"]], tuple(_names(row, roles))
-        return CallDifference(KINDS[kind], pairing, names, arguments, a, b, roles, found)
+        return CallDifference(KINDS[kind], pairing, names, arguments, a, b, roles)
 
 
 def _names(row: Any, roles: Sequence[RoleDifference]) -> list[str]:

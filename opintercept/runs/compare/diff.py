@@ -1,7 +1,7 @@
 """Compares two runs: which processes and calls are counterparts, and which settings of the runs differ.
 
-`index` finds the counterpart of each call, `columns` compares the two, `blame` classifies the pair, `computed` decides
-where there are values, and `result` holds it all. Imports torch only if both runs have tensors.
+`index` finds the counterpart of each call, `columns` compares the two, `blame` classifies the pair, `judged` asks the
+judge of `why` where there are values, and `result` holds it all. Imports torch only if both runs have tensors.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from opintercept._core.text import counted
 from opintercept.runs.compare.result import Difference
 from opintercept.runs.compare.values import Comparer
 from opintercept.runs.store.run import Run
+from opintercept.runs.why.answer import Answer
 
 if TYPE_CHECKING:
     from opintercept.runs.compare.totals import ErrorListener
@@ -51,14 +52,9 @@ def diff(
     - It is bit for bit the same in each of two or more calls of its module, while the outputs of all modules that
       differed before it changed from call to call.
 
-    An argument that is not a tensor always counts as changed.
-
-    Of runs with all values, `RunRecorder(folder, "full")`, what is reported is decided by computing the function f of a
-    call in float64: `output of B - output of A = [f(B's operands) - f(A's operands)] + what B adds - what A adds`. A
-    call counts as `"added"` if what one of the two adds is beyond its rounding. For a product, that is the bound of
-    `hooks.Checksum`. For another function it is 8 ulp of the output, 24 for softmax and attention, and
-    `6 (1 + sqrt(n / 6))` times what operands make that are off by their unit roundoff, if it adds up n numbers; for
-    activations and attention also 8 ulp of the terms that cancel inside.
+    An argument that is not a tensor always counts as changed. Hashes and statistics do not show whether rounding
+    explains a difference. Of runs of one process with all values, `RunRecorder(folder, "full")`, and at most 2,000
+    calls, the judge of `why` decides: what it acquits counts as `"rounding"`, and `first` stands for what it blames.
 
     Args:
         a: The run that the other is measured against; results are in its order.
@@ -121,8 +117,12 @@ def compare_runs(
     total = DiffTotals(limit, worst_limit, watch)
     for rank_a, rank_b in _rank_pairs(a, b):
         compare_ranks(total, a, rank_a, b, rank_b, comparer, select)
-    if not total.pairs and (not total.absent or (select and not any(total.unmatched_calls))):
-        names = "; if their modules have other names, join calls by weights with `opintercept align A B`"
+    if (
+        not total.pairs
+        and not isinstance(total.judged, Answer)
+        and (not total.absent or (select and not any(total.unmatched_calls)))
+    ):
+        names = "; if their modules have other names, join calls by their values with `opintercept why A B`"
         raise OpInterceptError(
             f"the runs have no {'selected ' if select else ''}calls in common: {counted(total.calls[0], 'call')} in "
             f"{str(a.path)!r}, {total.calls[1]:,} in {str(b.path)!r}{names if all(total.calls) and not select else ''}"

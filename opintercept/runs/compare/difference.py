@@ -68,29 +68,6 @@ class RoleDifference(Plain):
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class Computed(Plain):
-    """What the function of two calls makes of their operands in float64, beside their outputs.
-
-    `output of B - output of A` is what B's operands make less what A's make, and what B adds less what A adds.
-
-    Attributes:
-        added_a: How far A's outputs are from what its operands make, in units of the rounding that they may have:
-            rounding explains what is below 1.
-        added_b: The same of B.
-        difference: The largest difference of the outputs.
-        inherited: That of what the operands of the two make. Both are None if these have other shapes.
-        operands: How far the operands are apart, by role, in unit roundoffs of the coarser dtype beside the largest
-            element of a row. Infinite for other shapes, other integers, and values that are finite in only one.
-    """
-
-    added_a: float
-    added_b: float
-    difference: float | None
-    inherited: float | None
-    operands: dict[str, float]
-
-
 def order(relative: float | None) -> float:
     """Return a relative error as a sort key; an unknown one is the smallest."""
     return -1.0 if relative is None or math.isnan(relative) else relative
@@ -101,13 +78,13 @@ class CallDifference(Plain):
     """Two calls that were compared.
 
     Attributes:
-        kind: `"equal"`. `"added"`: the operands are equal and the output differs; where `computed` has figures, by more
-            than rounding explains. `"changed argument"`: an argument that is not a tensor differs. `"changed operand"`:
-            an operand differs, and no differing call before explains it. `"inherited"`: an operand differs that can
-            come from a differing call before. `"rounding"`: outputs and operands differ by no more than rounding, as
-            `computed` shows. `"unclear"`: the recorded operands are equal and the output differs, but the operator
-            draws random numbers, the run of an older version did not record all operands, one call raised, or only a
-            tolerance makes the operands equal. `"not compared"`: no recorded values show whether the outputs are equal.
+        kind: `"equal"`. `"added"`: the operands are equal and the output differs. `"changed argument"`: an argument
+            that is not a tensor differs. `"changed operand"`: an operand differs, and no differing call before explains
+            it. `"inherited"`: an operand differs that can come from a differing call before. `"rounding"`: the two
+            differ, and the judge of `why` finds that nothing comes of it but rounding. `"unclear"`: the recorded
+            operands are equal and the output differs, but the operator draws random numbers, the run of an older
+            version did not record all operands, one call raised, or only a tolerance makes the operands equal.
+            `"not compared"`: no recorded values show whether the outputs are equal.
         pairing: Why the two belong together: the same module, operator and phase, and among those the same
             `"ordinal"`; or the same place in an aligned `"sequence"`; the same module and phase but another operator
             of the `"family"`; the same `"shape"` and order in a module of another name.
@@ -117,7 +94,6 @@ class CallDifference(Plain):
         a: The call of the first run.
         b: The call of the second run.
         roles: Operands and outputs.
-        computed: What the two calls have added and what they inherit; or why that is not known, in words.
     """
 
     kind: Kind
@@ -127,7 +103,6 @@ class CallDifference(Plain):
     a: StoredCall
     b: StoredCall
     roles: tuple[RoleDifference, ...]
-    computed: Computed | str
 
     @property
     def output(self) -> RoleDifference | None:

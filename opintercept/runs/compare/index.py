@@ -18,7 +18,8 @@ import numpy as np
 from opintercept._core.errors import OpInterceptError
 from opintercept._core.record import CallRecord, Phase
 from opintercept.runs.compare.columns import mixed
-from opintercept.runs.compare.pairing import PAIRINGS, Ids, family, fingerprint, is_plain, module_name, operator_name
+from opintercept.runs.compare.pairing import PAIRINGS, Ids, family, fingerprint
+from opintercept.runs.program.names import is_plain, module_name, operator_name
 from opintercept.runs.store.columns import Array, Arrays, Columns
 from opintercept.runs.sums import KindNumbers, starts_of
 
@@ -35,7 +36,7 @@ _ODD = np.uint64(0x9E3779B97F4A7C15)
 class Index:
     """The calls of one process, in the order in which they ended.
 
-    A kind is a distinct (call site, signature) pair. `key`, `loose`, `module`, `phase`, `shape`, `signature`,
+    A kind is a distinct (call site, signature) pair. `key`, `loose`, `module`, `phase`, `shape`, `rows`, `signature`,
     `call_site`, `fingerprint`, `by` and `unhashed` have an entry for each kind that has been read.
 
     Args:
@@ -48,7 +49,8 @@ class Index:
         model: The class of the model whose modules have plain names, which they get (see `first_models`).
         key: Module, operator, phase and `grad_of`.
         loose: Module, phase and family.
-        shape: Phase, family and the GEMM, or the operands' shapes if there is no GEMM.
+        shape: Phase, family and the GEMM; without one the operands' shapes, or that of the output.
+        rows: Of a call in no module, the same without the number of rows; 0 in a module, whose name is enough.
         fingerprint: Everything that is compared except for values.
         by: What there is of the outputs' values, as an index into `pairing.BY`.
         unhashed: Whether some tensors have no hash.
@@ -72,7 +74,7 @@ class Index:
         self._chosen: Array | None = None
         if select is not None and not by_name:
             self._chosen = np.fromiter((select(call.record) for call in columns.calls()), bool, len(columns))
-        self._fixed = np.empty((11, 0), np.int64)
+        self._fixed = np.empty((13, 0), np.int64)
         self._learn([])
 
     def __len__(self) -> int:
@@ -80,10 +82,11 @@ class Index:
 
     def _learn(self, kinds: Iterable[tuple[int, int]]) -> None:
         """Add kinds, by their call sites and signatures."""
-        found = np.array([self._numbers_of(*kind) for kind in kinds], np.int64).reshape(-1, 11).T
+        found = np.array([self._numbers_of(*kind) for kind in kinds], np.int64).reshape(-1, 13).T
         self._fixed = np.hstack([self._fixed, found])
-        self.key, self.loose, self.module, phase, self.shape, self.signature, self.call_site = self._fixed[:7]
-        self.fingerprint, self.by, unhashed, chosen = self._fixed[7:]
+        self.key, self.loose, self.module, phase, self.shape, self.rows, self.signature = self._fixed[:7]
+        self.call_site, self.fingerprint, self.by, unhashed, chosen, product = self._fixed[7:]
+        self.product = product.astype(bool)
         self.phase, self.unhashed, self._chosen_kinds = phase.astype(np.uint8), unhashed > 0, chosen > 0
 
     def _numbers_of(self, call_site_number: int, signature_number: int) -> tuple[int, ...]:
@@ -91,7 +94,11 @@ class Index:
         call_site, signature = self.columns.call_site(call_site_number), self.columns.signature(signature_number)
         record, phase, ids = signature.record, call_site.phase, self._ids
         lhs, rhs = record.lhs, record.rhs
-        operands = (lhs and lhs.shape, rhs and rhs.shape) if record.gemm is None else record.gemm[:4]
+        operands: tuple[Any, ...] = (lhs and lhs.shape, rhs and rhs.shape)
+        if record.gemm is not None:
+            operands = record.gemm[:4]
+        elif lhs is None and rhs is None:
+            operands = tuple(meta and meta.shape for meta in record.outputs[:1])
         module, kin = module_name(call_site.module), family(record)
         if self.model and module and is_plain(module):
             module = f"{self.model}.{module}"
@@ -101,9 +108,19 @@ class Index:
         key = ids("key", module, operator_name(record.op), phase, call_site.grad_of)
         names = key, ids("loose", module, phase, kin), ids("module", module), PHASES.index(phase)
         shape = ids("shape", phase, kin, operands)
+        rows = ids("rows", phase, kin, *_without_rows(operands)) if module in ("", None) else 0
         chosen = self._select is None or self._select(signature.record_at(call_site))
         of_signature = self._of_signatures[signature_number]
-        return (*names, shape, signature_number, call_site_number, *of_signature, chosen)
+        return (
+            *names,
+            shape,
+            rows,
+            signature_number,
+            call_site_number,
+            *of_signature,
+            chosen,
+            int(record.gemm is not None),
+        )
 
     def _with_kinds(self, chunk: Arrays) -> Arrays:
         chunk["kind"], new = self._kinds.of(chunk)
@@ -128,6 +145,13 @@ class Index:
     def inputs(self, chunk: Arrays) -> Array:
         """Shapes and hashes of the first operands; 0 if no hash is recorded."""
         return mixed(self.shape[chunk["kind"]].astype(np.uint64), *(chunk[name] for name in _HASHES))
+
+
+def _without_rows(shape: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What calls in no module have in common if only their number of rows differs."""
+    if shape and isinstance(shape[0], int):  # of a GEMM
+        return shape[:1] + shape[2:]
+    return tuple(each[1:] if each and len(each) > 1 else each for each in shape)
 
 
 class PairWindow(NamedTuple):
@@ -207,11 +231,40 @@ class _ApartCalls:
         """What an index has for each kind, of some calls."""
         return np.asarray(getattr(self._index, name)[self.kind[places]])
 
-    def weights(self, places: Array) -> list[int]:
-        """Shape, and hashes of the right operand and the bias; 0 if no hash is recorded."""
-        read = self._index.columns.gather(self.numbers[places].astype(np.int64), _HASHES[1:])
-        known = mixed(self.of_kinds("shape", places).astype(np.uint64), read["rhs_hash"], read["bias_hash"])
-        return np.where(read["rhs_hash"] == 0, 0, known).tolist()  # type: ignore[no-any-return]
+    def _read(self, places: Array, names: Sequence[str]) -> Arrays:
+        return self._index.columns.gather(self.numbers[places].astype(np.int64), names)
+
+    def signs(self, name: str, places: Array) -> Array:
+        """Numbers by which calls are told apart, with their shapes; 0 for one that has none."""
+        shapes = self.of_kinds("shape", places).astype(np.uint64)
+        if name == "inputs":
+            return self.inputs[places]
+        if name == "early":  # before the first product, as where weights are made
+            return places < np.argmax(self.products)
+        if name == "weights":  # hashes of the right operand and the bias
+            read = self._read(places, _HASHES[1:])
+            return np.where(read["rhs_hash"] == 0, 0, mixed(shapes, read["rhs_hash"], read["bias_hash"]))
+        if name == "sizes":  # of the two operands, in steps of 2 %
+            figures = self._read(places, ("lhs_rms", "rhs_rms"))
+            with np.errstate(divide="ignore", invalid="ignore"):
+                sizes = np.sort(np.log(list(figures.values())), axis=0)
+                known = mixed(shapes, *np.rint(sizes * 50).astype(np.int64).view(np.uint64))
+            return np.where(np.isfinite(sizes).all(0), known, 0)
+        return self.of_kinds(name, places)
+
+    @property
+    def products(self) -> Array:
+        """Which of them are products of a forward pass."""
+        index = self._index
+        return np.asarray((index.product & (index.phase == PHASES.index("forward")))[self.kind])
+
+    def batches(self) -> tuple[Array, Array]:
+        """The hashes of what products multiply with weights, of which each occurs once, and their steps."""
+        places = np.flatnonzero(self.products)
+        read = self._read(places, ("lhs_hash",))["lhs_hash"]
+        hashes, at, counts = np.unique(read, return_index=True, return_counts=True)
+        once = (counts == 1) & (hashes != 0)
+        return hashes[once], self.steps[places[at[once]]]
 
 
 class Pairs:
@@ -239,6 +292,8 @@ class Pairs:
             return True
         keys, self._changed = self._changed.apart(), None
         self._tabulate(keys)
+        if self._resumed:  # no call pairs in order
+            self._tabulate(np.unique(np.append(self._a.key, self._b.key)))
         return not len(keys)
 
     def of_a(self) -> dict[int, int]:
@@ -319,6 +374,9 @@ class Pairs:
         self._of_a, self._alone_b = np.full(len(a.numbers), -1, np.int32), np.ones(len(b.numbers), bool)
         self._how = np.zeros(len(a.numbers), np.uint8)
         self._modules = set(self._a.module.tolist()), set(self._b.module.tolist())
+        later = _begun_later(a, b)
+        self._resumed = later != 0
+        b.steps = b.steps + later
         for how, name in ((0, "key"), (2, "loose"), (3, "phase")):
             groups_a, groups_b = _groups(a, name, self._of_a < 0), _groups(b, name, self._alone_b)
             for key, in_a in groups_a.items():
@@ -328,7 +386,7 @@ class Pairs:
     def _pair(self, in_a: Array, in_b: Array, how: int) -> None:
         a, b = self._in_a, self._in_b
         renamed = PAIRINGS[how] == "shape"
-        same_length = not renamed and len(in_a) == len(in_b)
+        same_length = how == 0 and not self._resumed and len(in_a) == len(in_b)
         if same_length and np.array_equal(a.of_kinds("shape", in_a), b.of_kinds("shape", in_b)):
             # Some changed calls are enough to see whether calls are shuffled.
             changed = np.flatnonzero(a.inputs[in_a] != b.inputs[in_b])[:_SOME]
@@ -336,17 +394,21 @@ class Pairs:
             if {*own}.isdisjoint({*others} - {0}):
                 self._of_a[in_a], self._alone_b[in_b], self._how[in_a] = in_b, False, how
                 return
-        how = how or 1
+        left = in_a, in_b
         # Calls with the same operands are the same wherever they stand; with the same weight, the module is the same.
-        known = (a.weights(in_a), b.weights(in_b)) if renamed else (a.inputs[in_a].tolist(), b.inputs[in_b].tolist())
-        self._join(_by_turns(in_a.tolist(), in_b.tolist(), *known), how)
-        for signs in (_steps, _shapes):
-            in_a, in_b = in_a[self._of_a[in_a] < 0], in_b[self._alone_b[in_b]]
-            if len(in_a) and len(in_b):
-                self._join(self._in_stretches(in_a.tolist(), in_b.tolist(), signs(a, in_a), signs(b, in_b)), how)
-        in_a, in_b = in_a[self._of_a[in_a] < 0], in_b[self._alone_b[in_b]]
-        if len(in_a) == len(in_b) and not renamed:
-            self._join(zip(in_a.tolist(), in_b.tolist(), strict=True), how)
+        passes = _RENAMED if renamed else _OTHERS if how else _NAMED
+        if self._resumed:
+            passes = (*(each for each in passes if "steps" in each[0]), *_EARLY)
+        for names, aligned in passes:
+            signs = _signs(a, left[0], names), _signs(b, left[1], names)
+            find = self._in_stretches if aligned else _by_turns
+            self._join(find(left[0].tolist(), left[1].tolist(), *signs), how or 1)
+            left = in_a[self._of_a[in_a] < 0], in_b[self._alone_b[in_b]]
+            if not (len(left[0]) and len(left[1])):
+                return
+        if not renamed and not self._resumed and len(left[0]) == len(left[1]):
+            like = a.of_kinds("rows", left[0]) == b.of_kinds("rows", left[1])
+            self._join(zip(left[0][like].tolist(), left[1][like].tolist(), strict=True), how or 1)
 
     def _join(self, pairs: Iterable[tuple[int, int]], how: int) -> None:
         for i, j in pairs:
@@ -387,13 +449,29 @@ class Pairs:
             yield from zip(in_a[first_a : first_a + size], in_b[first_b : first_b + size], strict=True)
 
 
-def _steps(table: _ApartCalls, places: Array) -> list[Hashable]:
-    """The steps together with the shapes."""
-    return list(zip(_shapes(table, places), table.steps[places].tolist(), strict=True))
+# The numbers by which calls are told apart, the surest first, and whether calls are aligned in their order.
+_Signs = tuple[tuple[tuple[str, ...], bool], ...]
+_BY_ORDER: _Signs = ((("fingerprint", "steps"), True), (("shape", "steps"), True), (("shape",), True))
+_NAMED: _Signs = ((("inputs", "steps"), False), (("inputs",), False), *_BY_ORDER)
+_EARLY: _Signs = tuple((("early", name), False) for name in ("fingerprint", "shape"))
+_OTHERS: _Signs = (*_NAMED[:2], (("weights", "steps"), False), (("sizes", "steps"), False), *_BY_ORDER[1:])
+_RENAMED: _Signs = ((("weights", "steps"), False), (("weights",), False), (("sizes", "steps"), False), *_BY_ORDER[1:])
 
 
-def _shapes(table: _ApartCalls, places: Array) -> list[Hashable]:
-    return table.of_kinds("shape", places).tolist()  # type: ignore[no-any-return]
+def _signs(table: _ApartCalls, places: Array, names: Sequence[str]) -> list[Hashable]:
+    """What tells calls apart; 0 where the first of it is not known."""
+    first, *more = (table.steps[places] if name == "steps" else table.signs(name, places) for name in names)
+    if not more:
+        return first.tolist()  # type: ignore[no-any-return]
+    return [each if each[0] else 0 for each in zip(first.tolist(), *(column.tolist() for column in more), strict=True)]
+
+
+def _begun_later(a: _ApartCalls, b: _ApartCalls) -> int:
+    """By how many steps A is ahead where both multiply the same, as where B resumes what A does as a whole."""
+    (in_a, steps_a), (in_b, steps_b) = a.batches(), b.batches()
+    _, at_a, at_b = np.intersect1d(in_a, in_b, assume_unique=True, return_indices=True)
+    found, counts = np.unique(steps_a[at_a] - steps_b[at_b], return_counts=True)
+    return int(found[np.argmax(counts)]) if 2 * counts.max(initial=0) > counts.sum() else 0
 
 
 def _ordinals(keys: Array) -> Array:

@@ -11,8 +11,16 @@ from opintercept._core.tables import Marked, Part, Table
 from opintercept._core.text import duration, listed
 from opintercept.runs.compare.difference import KINDS, Absent, CallDifference, Kind, ModuleDifference, Unmatched
 from opintercept.runs.compare.pairing import Pairing
-from opintercept.runs.compare.text import absent_lines, first_parts, modules_table, settings_table, unmatched_table
+from opintercept.runs.compare.text import (
+    absent_lines,
+    first_parts,
+    hint,
+    modules_table,
+    settings_table,
+    unmatched_table,
+)
 from opintercept.runs.store.run import RunHead
+from opintercept.runs.why.answer import Answer
 
 _MODULE = ("module", "other", "phase", "calls", "relative", "index")
 _PAIRED = {"sequence": "by alignment", "family": "with another operator", "shape": "under another module name"}
@@ -36,9 +44,11 @@ class Difference(Plain, Table):
             `RoleDifference.by`; calls that were not compared count under `"nothing"`.
         pairings: How many were paired in each way.
         metadata: How many differ in a shape or dtype.
+        judged: What the judge of `why` says, where both runs have all values, are not too large, and differ; else why
+            it was not asked, in words, or nothing if nothing differs.
         first: The first differing call in the order of the first run; with several processes, the one with the
-            smallest step and index. Of runs with values, the first whose difference rounding does not explain, if there
-            is one. None if all are equal.
+            smallest step and index. Of runs that were judged, the first that stands for a cause. None if all are equal,
+            or differ by no more than rounding, and if nothing that was blamed has a counterpart.
         before: How many calls before `first` have no counterpart, in each run: their effects were not compared.
         optimizer: Whether a weight of `first` was equal in an earlier call, as were all gradients since, so that the
             optimizer, or what else has written to the weight, makes the difference.
@@ -61,6 +71,7 @@ class Difference(Plain, Table):
     by: dict[str, int]
     pairings: dict[Pairing, int]
     metadata: int
+    judged: Answer | str
     first: CallDifference | None
     before: tuple[int, int]
     optimizer: bool
@@ -81,7 +92,9 @@ class Difference(Plain, Table):
         return ranks | plain | {kind: [row.kinds.get(kind, 0) for row in self.modules] for kind in KINDS}
 
     def parts(self) -> Iterator[Part]:
-        """What `print` shows: settings, counts, the first divergence, and the modules that differ."""
+        """What `print` shows: the answer of the judge, counts, the first divergence, and the modules that differ."""
+        if isinstance(self.judged, Answer):
+            yield from (Marked(self.judged.sentence, "right" if self.equal else "wrong"), "")
         yield from (f"A  {self.a}", f"B  {self.b}")
         if self.settings:
             yield from ("", settings_table(self.settings))
@@ -92,13 +105,15 @@ class Difference(Plain, Table):
         yield from self._counts()
         if self.first is not None:
             yield from ("", *first_parts(self.first, self.before, self.unmatched, self.optimizer))
-        if self.modules:
+        if self.modules and not self._is_rounding:
             yield from ("", modules_table(self.modules, self.modules_in_all, ranks=len(self.ranks) > 1))
-        if self.unmatched:
+        if self.unmatched and not self._is_rounding:
             yield from ("", unmatched_table(self.unmatched))
         times = [duration(seconds) for seconds in self.elapsed if seconds]
         if len(times) == 2:
             yield from ("", f"host time of the calls compared: {times[0]} in A, {times[1]} in B")
+        if not self.equal:
+            yield from ("", *hint(self.judged, self.a, self.b))
 
     def _counts(self) -> Iterator[str]:
         a, b = self.calls
@@ -120,17 +135,28 @@ class Difference(Plain, Table):
             yield Marked(self.verdict, "right") if compared else self.verdict
 
     @property
+    def _is_rounding(self) -> bool:
+        """Whether the judge says that nothing differs by more than rounding."""
+        return isinstance(self.judged, Answer) and self.judged.equal
+
+    @property
     def equal(self) -> bool:
-        """Whether no call differs, each has a counterpart, and both runs have the same processes."""
-        return self.first is None and not any(self.unmatched_calls) and not self.absent
+        """Whether nothing differs by more than rounding, if that was judged.
+
+        Else, whether no call differs, each has a counterpart, and both runs have the same processes.
+        """
+        return not self.absent and (self._is_rounding or (self.first is None and not any(self.unmatched_calls)))
 
     @property
     def verdict(self) -> str:
         """The value of `equal` in words, limited to what was compared."""
         uncompared = self.kinds.get("not compared", 0)
+        if self._is_rounding:
+            return "what differs is rounding"
         if self.pairs == uncompared:
             return "no values were compared"
-        return "no call differs" if not uncompared else "no call whose values were compared differs"
+        exact = ": all are equal bit for bit" if self.by.keys() <= {"hash", "metadata"} else ""
+        return f"no call differs{exact}" if not uncompared else "no call whose values were compared differs"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain data, in which floats can be infinite or NaN."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,24 +15,22 @@ from opintercept.runs.compare.difference import (
     NOT_RECORDED,
     Absent,
     CallDifference,
-    Computed,
     ModuleDifference,
     RoleDifference,
     Unmatched,
     order,
 )
-from opintercept.runs.compare.pairing import module_name
-from opintercept.runs.compare.words import WIDTH, module_text, nonfinite, number_text, short_op
+from opintercept.runs.program.names import module_name
+from opintercept.runs.program.words import WIDTH, module_text, nonfinite, number_text, short_op
 from opintercept.runs.store.codec import is_output
 from opintercept.runs.store.run import RunHead
+from opintercept.runs.why.answer import Answer
 
 _WHY = {
     "inherited": "an operand differs that may come from an earlier call that differs",
-    "rounding": "the outputs differ by no more than rounding",
     "unclear": "the recorded operands are equal, but the operator has others, draws random numbers, or raised in one "
     "of the runs",
 }
-_UNITS = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}  # unit roundoffs
 _FAR = 0.1  # operands that differ by more of their largest modulus may be others
 _MISSING = "is missing", "are missing"
 # What operators call their operands, where that says more than the role.
@@ -42,6 +41,19 @@ def settings_table(settings: Sequence[tuple[str, str, str]]) -> Cells:
     """In what the descriptions of the runs differ."""
     rows = [[printable(text, WIDTH) or "-" for text in row] for row in settings]
     return Cells(["the runs differ in", "A", "B"], rows, left=3)
+
+
+def hint(judged: Answer | str, a: RunHead, b: RunHead) -> Iterator[str]:
+    """Say what is unknown of a difference, and which command says more."""
+    record = "record both with `opintercept run --ops all --tensors full`, then"
+    if not isinstance(judged, Answer):
+        how = f"; {record}" if "recorded" in judged else ""
+        yield f"whether rounding explains it is unknown, as {judged}{how}:"
+    elif judged.operators == "products":
+        yield f"operators between products were not recorded; {record}:"
+    else:
+        yield "what it costs the loss, and what was not compared:"
+    yield f"  opintercept why {' '.join(shlex.quote(printable(each.path)) for each in (a, b))}"
 
 
 def absent_lines(absent: Sequence[Absent], a: RunHead, b: RunHead) -> Iterator[str]:
@@ -77,16 +89,14 @@ def first_parts(
         yield f"  at {printable(call.a.record.source, WIDTH)}"
     for name, one, other in call.arguments[:8]:
         yield f"  changed argument: {printable(name, WIDTH)} is {_argument(one)} in A and {_argument(other)} in B"
-    if call.changed and call.kind != "rounding":
+    if call.changed:
         yield f"  changed operand: {_changed(call)}"
     if optimizer:
         yield "  the optimizer: it was equal in an earlier call, and the gradients recorded since then are equal"
-    if call.kind in ("added", "rounding") or not (call.changed or call.arguments):
+    if call.kind == "added" or not (call.changed or call.arguments):
         yield f"  {call.kind}: {_why(call)}"
-    if isinstance(call.computed, Computed):
-        yield f"  computed in float64: {_parted(call.computed)}"
     if call.pairing != "ordinal" and any(order(roles[name].relative) > _FAR for name in call.changed if name in roles):
-        yield "  they may not belong together: `opintercept align A B` joins calls by the values of their weights"
+        yield "  they may not belong together: `opintercept why A B` joins calls by their values"
     yield from _reordered(call)
     yield from _nonfinite(call)
     for run, side, calls in (("a", call.a, before[0]), ("b", call.b, before[1])):
@@ -112,33 +122,23 @@ def _changed(call: CallDifference) -> str:
     dtype = f", {one} in A and {other} in B," if one else ""
     above = " above the tolerance" if any(role.equal and role.max_absolute for role in call.roles) else ""
     text = f"{' and '.join(map(_whose(call), call.changed))}{dtype} {'differs' if len(call.changed) == 1 else 'differ'}"
-    small = [role.relative and role.a and role.relative <= 8 * _UNITS.get(role.a.dtype, 0.0) for role in changed]
-    open_ = f"; {call.computed}, so it may be rounding" if isinstance(call.computed, str) and all(small) else ""
-    return f"{text}, and no earlier difference{above} explains it{open_}"
+    return f"{text}, and no earlier difference{above} explains it"
 
 
 def _why(call: CallDifference) -> str:
     """Why a call is of its kind, in words."""
-    computed, kind = call.computed, call.kind
     close = [role for role in call.operands if role.equal and role.max_absolute]
-    if kind == "added":
-        if isinstance(computed, str):
-            equal = "equal" if not close else "equal within the tolerance"
-            return f"the operands are {equal} but the output differs; {computed}, so rounding may explain it"
-        wrong = [name for name, off in (("A", computed.added_a), ("B", computed.added_b)) if off > 1]
-        return f"the output of {' and of '.join(wrong)} is not what the operands give"
-    if close and kind in ("unclear", "inherited"):
+    if call.kind == "added":
+        if call.output is not None and call.output.equal is None:
+            return "the operands are equal, and the outputs cannot be compared one by one"
+        if any(role.equal is False for role in call.operands):
+            return "the operands differ by rounding, and the output by more"
+        return f"the operands are {'equal within the tolerance' if close else 'equal'} but the output differs"
+    if close and call.kind in ("unclear", "inherited"):
         most = max(close, key=lambda role: order(role.relative))
         less = f"operands differ by less than the tolerance, {most.role} by {number_text(most.relative)} of its largest"
-        return f"the {less}; {computed}, so it may come from them" if isinstance(computed, str) else f"its {less}"
-    return _WHY[kind]
-
-
-def _parted(computed: Computed) -> str:
-    """What the operands make of the difference, and what each run adds, in words."""
-    inherited, whole = number_text(computed.inherited), number_text(computed.difference)
-    given = "" if computed.inherited is None else f"{inherited} of the difference of {whole} comes from what both get; "
-    return f"{given}A is off by {computed.added_a:.2g} and B by {computed.added_b:.2g} times its rounding"
+        return f"the {less}, so it may come from them"
+    return _WHY[call.kind]
 
 
 def _last_of(unmatched: list[Unmatched]) -> str:

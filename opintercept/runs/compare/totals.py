@@ -19,6 +19,7 @@ from opintercept.runs.compare.result import Difference
 from opintercept.runs.store.columns import CHUNK, Array, Arrays
 from opintercept.runs.store.run import Run
 from opintercept.runs.sums import CodeNumbers
+from opintercept.runs.why.answer import Answer
 
 # Takes the calls of a process that were compared: all calls of its run, the numbers of those, the relative errors of
 # their outputs, negative if unknown, which of them differ, and the ranks in both runs.
@@ -109,12 +110,12 @@ class ProcessTotals:
         if len(rows) > self._limit:
             relative = found["relative"][rows]
             rows = rows[relative >= np.partition(relative, -self._limit)[-self._limit]]
-        worst = np.append(self.worst, _rows(found, rows))
+        worst = np.append(self.worst, rows_of(found, rows))
         self.worst = worst[np.lexsort((worst["a"], -worst["relative"]))][: self._limit]
 
     def _add_firsts(self, name: str, found: Arrays, rows: Array) -> None:
         rows = rows[found["a"][rows] < self.keys[name]["a"][found["key"][rows]]][::-1]
-        self.keys[name][found["key"][rows]] = _rows(found, rows)
+        self.keys[name][found["key"][rows]] = rows_of(found, rows)
 
     def counts(self, constant: Array) -> Array:
         """How many pairs there are of each key and kind.
@@ -141,7 +142,8 @@ class ProcessTotals:
         return found
 
 
-def _rows(found: Arrays, which: Array) -> Array:
+def rows_of(found: Arrays, which: Array) -> Array:
+    """Some of the pairs in columns, as rows."""
     made = np.zeros(len(which), ROW)
     for name in ROW.names or ():
         made[name] = found[name][which]
@@ -162,6 +164,7 @@ class DiffTotals:
         self.absent: list[Absent] = []
         self.modules_in_all = 0
         self.unmatched_calls = [0, 0]
+        self.judged: Answer | str = ""
         self._first: CallDifference | None = None
         self._before, self._optimizer = (0, 0), False
         self._worst: list[tuple[float, CallDifference]] = []
@@ -218,6 +221,7 @@ class DiffTotals:
             by=dict(self.by),
             pairings={how: self.pairings[how] for how in PAIRINGS if self.pairings[how]},
             metadata=self.metadata,
+            judged=self.judged,
             first=self._first,
             before=self._before,
             optimizer=self._optimizer,

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from opintercept._core.errors import OpInterceptError
 from opintercept._core.tensors import TensorMeta
 from opintercept._ops.scratch import FOR_PROGRAM, OVERWRITES, PADDED, SCRATCH, UNREAD, VIEWS, torchs_name
-from opintercept.runs.compare.difference import NOT_RECORDED, By, Computed
-from opintercept.runs.compare.pairing import metas, operator_name
+from opintercept.runs.compare.difference import NOT_RECORDED, By
+from opintercept.runs.compare.pairing import metas
+from opintercept.runs.program.names import operator_name
 from opintercept.runs.store.codec import StoredCall, is_output
 from opintercept.runs.store.run import Run
 
@@ -61,14 +62,10 @@ class Comparer:
     """Compares a call of one run with a call of another, as `diff` does, and keeps nothing of them."""
 
     def __init__(self, a: Run, b: Run, rtol: float = 0.0, atol: float = 0.0, tensors: bool = True) -> None:
-        self._a, self._b = a, b
+        self.a, self.b = a, b
         self.rtol, self.atol = rtol, atol
         self.tolerant = bool(rtol or atol)
         self.reads_tensors = tensors
-        kept = {info.tensors for run in (a, b) for info in run.infos.values()}
-        self.computes = tensors and kept == {"full"}
-        recorded = "no values were recorded" if kept <= {"none", "stats"} else "not all values were recorded"
-        self._uncomputed = recorded if tensors else "values were not read"
 
     def arguments(self, a: StoredCall, b: StoredCall) -> tuple[tuple[str, Any, Any], ...]:
         """The arguments other than tensors that differ: name, value in `a`, value in `b`."""
@@ -149,25 +146,12 @@ class Comparer:
         if is_sample != names[1].endswith(".sample"):
             return None  # a sample is comparable with one of the same places only
         try:
-            x, y = self._a.tensor(a, role), self._b.tensor(b, role)
+            x, y = self.a.tensor(a, role), self.b.tensor(b, role)
         except OpInterceptError:
             return None  # the file is lost, or does not hold what the call says
         if x is None or y is None or x.numel() != y.numel() or not x.numel():
             return None
         return _errors("sample" if is_sample else "tensors", x, y)
-
-    def computed(self, a: StoredCall, b: StoredCall) -> Computed | str:
-        """What the calls' function makes of the operands, or why that is not known."""
-        if not self.computes:
-            return self._uncomputed
-        if is_random(a) or is_random(b):
-            return "it draws random numbers"
-        from opintercept.runs.compare.computed import NotComputed, computed
-
-        try:
-            return computed(self._a, a, self._b, b)
-        except NotComputed as why:
-            return str(why)
 
 
 def is_random(call: StoredCall) -> bool:

@@ -86,8 +86,13 @@ _TRANSFORMS = """
     fake_quantize_per_tensor_affine_cachemask fake_quantize_per_channel_affine_cachemask
 """
 _OTHERS = "special_zeta polygamma igamma igammac frexp"
+_FOREACH = """
+    abs add addcdiv addcmul clamp_max clamp_min copy div exp lerp log maximum minimum mul neg norm pow reciprocal
+    rsqrt sign sqrt sub zero
+"""
 NAMES = frozenset(
-    " ".join((_ELEMENTWISE, _ACTIVATIONS, _REDUCTIONS, _NORMS, _LOSSES, _POOLS, _PRODUCTS, _ATTENTION)).split()
+    [f"_foreach_{name}" for name in _FOREACH.split()]
+    + " ".join((_ELEMENTWISE, _ACTIVATIONS, _REDUCTIONS, _NORMS, _LOSSES, _POOLS, _PRODUCTS, _ATTENTION)).split()
     + " ".join((_MOVES, _TRANSFORMS, _OTHERS)).split()
 )
 _WITH_OUT = frozenset(("mm", "addmm", "bmm", "baddbmm", "addbmm", "addmv", "mv", "dot", "vdot"))

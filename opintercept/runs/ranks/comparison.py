@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from opintercept._ranks.expectations import Group, RankOperand, by_value
-from opintercept.runs.compare.pairing import module_name
+from opintercept.runs.program.names import module_name
 from opintercept.runs.ranks.difference import RankDifference, RankFinding, What
 from opintercept.runs.ranks.rules import Alike, Counts, MatchedCalls, OutlierFinder, grown
 from opintercept.runs.ranks.windows import BLOCK, MOST, ROLES, Window, WindowReader

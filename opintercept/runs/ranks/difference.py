@@ -14,7 +14,7 @@ from opintercept._core.tables import Cells, Marked, Page, Part
 from opintercept._core.text import counted, listed, printable
 from opintercept._kit.findings import CallFinding
 from opintercept._ranks.expectations import Group, named_ranks, who_diverged
-from opintercept.runs.compare.words import WIDTH, module_text, short_op
+from opintercept.runs.program.words import WIDTH, module_text, short_op
 from opintercept.runs.store.run import RunHead
 
 _MOST_GROUPS = 4  # of ranks that are shown

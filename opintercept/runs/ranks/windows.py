@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from opintercept._core.record import CallRecord
-from opintercept.runs.compare.pairing import metas, module_name, operator_name
+from opintercept.runs.compare.pairing import metas
+from opintercept.runs.program.names import module_name, operator_name
 from opintercept.runs.store.columns import Array, Arrays, Columns, StoredCallSite, dtype_of
 from opintercept.runs.store.run import Run
 from opintercept.runs.sums import KindNumbers

@@ -367,9 +367,14 @@ class Run(Frames, Page):
 
         return self._of_tensor(rank, name, values)
 
-    def size(self, rank: int, name: str) -> int:
-        """How many elements a stored tensor has, without reading them."""
-        return self._of_tensor(rank, name, lambda file, key, _: math.prod(_shape_of(file.get_slice(key))))
+    def kept(self, rank: int, name: str) -> tuple[int, str]:
+        """How many elements a stored tensor has, and its dtype as safetensors writes it, without reading them."""
+
+        def described(file: Any, key: str, path: Path) -> tuple[int, str]:
+            part = file.get_slice(key)
+            return math.prod(_shape_of(part)), str(part.get_dtype())
+
+        return self._of_tensor(rank, name, described)
 
     def _of_tensor(self, rank: int, name: str, read: Callable[[Any, str, Path], _Read]) -> _Read:
         match = TENSOR_NAME.fullmatch(name)

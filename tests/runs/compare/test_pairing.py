@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from difflib import SequenceMatcher
 from pathlib import Path
 from random import Random
@@ -9,10 +11,13 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
-from made_runs import ATTENTION, add_damaged, call, chain, kinds, peak_memory, write
+from made_runs import ATTENTION, add_damaged, call, chain, kinds, peak_memory, values, write
+from torch import nn
 
-from opintercept import OpInterceptWarning, runs
+from opintercept import OpInterceptWarning, intercept, runs
+from opintercept.runs.compare.difference import order
 from opintercept.runs.store.columns import Columns
 
 
@@ -289,3 +294,128 @@ def test_more_calls_take_no_more_memory(tmp_path: Path, monkeypatch: pytest.Monk
 
     peak(300)  # caches
     assert peak(3000) < 1.2 * peak(1000)
+
+
+def recorded(path: Path, program: Callable[..., object], ops: Any = "all", *, steps: bool = False) -> runs.Run:
+    torch.manual_seed(0)
+    with intercept(runs.RunRecorder(path), ops=ops) as watching:
+        program(*[watching.step] if steps else [])
+    return runs.open_run(path)
+
+
+def test_calls_of_other_shapes_are_no_pair_without_a_module(tmp_path: Path) -> None:
+    def program(sizes: list[int]) -> Callable[[], object]:
+        return lambda: [torch.ones(4, size).copy_(torch.zeros(size)) for size in sizes]
+
+    a, b = (recorded(tmp_path / name, program(sizes)) for name, sizes in (("a", [5, 6, 7]), ("b", [5, 8, 7])))
+    found = runs.diff(a, b)
+    assert [(row.op, row.calls) for row in found.unmatched if row.run == "a"] == [
+        ("aten::fill_", 1),
+        ("aten::zero_", 1),
+        ("aten::copy_", 1),
+    ]
+    assert (found.first, found.metadata) == (None, 0)
+
+
+def test_another_number_of_rows_makes_no_other_call(tmp_path: Path) -> None:
+    weight = torch.randn(5, 4)
+
+    def program(rows: int, size: int) -> Callable[[], object]:
+        return lambda: nn.Linear(5, size)((torch.ones(rows, 5) @ weight @ weight.t()).exp())
+
+    one, more, wider = (
+        recorded(tmp_path / f"{n}", program(*sizes)) for n, sizes in enumerate([(3, 4), (4, 4), (3, 6)])
+    )
+    assert runs.diff(one, more).unmatched_calls == (0, 0)
+    found = runs.diff(one, wider, select=lambda record: record.module == "Linear")
+    assert (found.unmatched_calls, found.metadata) == ((0, 0), 2)  # their module has one name
+
+
+def test_a_number_among_the_arguments_tells_calls_apart(tmp_path: Path) -> None:
+    def program(clip: bool) -> Callable[[], object]:
+        def run() -> None:
+            net = nn.Linear(8, 5)
+            optimizer = torch.optim.Adam(net.parameters(), foreach=False)
+            net(torch.randn(6, 8)).square().mean().backward()
+            if clip:
+                nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+            optimizer.step()
+            net(torch.ones(6, 8))
+
+        return run
+
+    a, b = (recorded(tmp_path / name, program(name == "a")) for name in "ab")
+    found: Any = runs.diff(a, b)
+    assert "changed argument" not in found.kinds
+    assert found.unmatched_calls == (8, 0)
+    assert [row.op for row in found.unmatched][:4] == [
+        "aten::_foreach_norm",
+        "aten::stack",
+        "aten::linalg_vector_norm",
+        "aten::add",
+    ]
+
+
+@pytest.mark.parametrize("forget", [False, True])
+def test_a_resumed_run_is_paired_by_its_steps(tmp_path: Path, forget: bool) -> None:
+    saved: list[Any] = []
+
+    def program(first: int) -> Callable[..., object]:
+        def run(end_step: Callable[[], None]) -> None:
+            net = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 4))
+            optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+            batches = torch.randn(6, 16, 8, generator=torch.Generator().manual_seed(1))
+            if first:
+                net.load_state_dict(saved[0])
+                if not forget:
+                    optimizer.load_state_dict(copy.deepcopy(saved[1]))
+            for step in range(first, 6):
+                if step == 3 and not first:
+                    saved.extend(copy.deepcopy([net.state_dict(), optimizer.state_dict()]))
+                optimizer.zero_grad()
+                net(batches[step]).square().mean().backward()
+                optimizer.step()
+                end_step()
+
+        return run
+
+    for ops in ("matmul", "all"):
+        a, b = (recorded(tmp_path / f"{ops}{first}", program(first), ops, steps=True) for first in (0, 3))
+        found: Any = runs.diff(a, b, limit=1000)
+        assert {row.a.record.step - row.b.record.step for row in found.worst} <= {3}
+        products = runs.diff(a, b, select=lambda record: record.gemm is not None)
+        assert (products.pairs, products.unmatched_calls) == (15, (15, 0))
+        if forget:
+            assert found.first.a.record.step == (4 if ops == "matmul" else 3)
+        else:
+            assert (found.first, products.kinds) == (None, {"equal": 15})
+    saved.clear()
+
+
+def test_gradients_without_a_name_are_paired_by_their_weights(compare: Any) -> None:
+    """A compiled backward pass does not say whose gradients it computes, and computes them in another order."""
+
+    def step(number: int, prime: str, named: bool) -> list[dict[str, Any]]:
+        def gradient(of: str, other: str) -> dict[str, Any]:
+            name = of if named else None
+            return call("a", f"g{number}{prime}", other, f"{of}{number}", phase="backward", grad_of=name, step=number)
+
+        both = [gradient("lhs", "w"), gradient("rhs", f"x{number}")]
+        return both if named else both[::-1]
+
+    a, b = ([each for n in range(3) for each in step(n, mark, not mark)] for mark in ("", "'"))
+    found = compare(a, b, limit=100)
+    assert found.pairings == {"family": 6}
+    assert all(row.changed == ("lhs",) or row.kind == "inherited" for row in found.worst)
+    assert {role.role for row in found.worst for role in row.roles if role.equal is False} == {"lhs"}
+
+
+def test_gradients_that_round_are_paired_by_their_size(compare: Any) -> None:
+    def rounded(kept: dict[str, Any]) -> dict[str, Any]:
+        return kept | {"hash": f"{int(kept['hash'], 16) ^ 1:016x}", "max": kept["max"] * (1 + 1e-7)}
+
+    a = [call("a", "g", other, f"y{other}", phase="backward", grad_of=of) for of, other in (("lhs", "w"), ("rhs", "x"))]
+    b = [call("a", rounded(values("g")), rounded(values(other)), f"y{other}", phase="backward") for other in "xw"]
+    found = compare(a, b)
+    assert {role.role for row in found.worst for role in row.roles if order(role.relative) > 1e-3} == set()
+    assert found.pairings == {"family": 2}

@@ -62,6 +62,7 @@ const divergence = (() => {
       return paragraph(pairs ? "No call that has a counterpart differs."
         : "No call has a counterpart, so nothing was compared.");
     }
+    if (kinds.rounding) return paragraph("Nothing differs by more than rounding.");
     return paragraph(kinds["not compared"] ? "No call differs as far as values were recorded."
       : "No call differs: each has a counterpart with an equal output.");
   }

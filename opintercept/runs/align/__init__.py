@@ -1,1 +1,0 @@
-"""Compares two runs whose modules have other names."""

@@ -1,0 +1,1 @@
+"""Says what one program does otherwise than another, and what that costs."""

@@ -1,0 +1,253 @@
+"""What B does otherwise in a region of A: the single changes with which A makes what B does.
+
+Invariant: a change is named only if B's values are reproduced to rounding with it, computed from B's own inputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from opintercept._core.text import listed
+from opintercept._values import rounding
+from opintercept.runs.program.evaluate import Perturber
+from opintercept.runs.why.answer import Cause, CauseKind, Place
+from opintercept.runs.why.changes import other_arguments, other_operands, other_operators
+from opintercept.runs.why.changes.accused import ODD, Accused, off_record
+from opintercept.runs.why.changes.edits import (
+    Change,
+)
+from opintercept.runs.why.changes.narrowing import narrowed
+from opintercept.runs.why.changes.wording import (
+    apart,
+    name_of,
+    operand_words,
+    place_of,
+    rows_of,
+)
+from opintercept.runs.why.counterparts import weight_place
+from opintercept.runs.why.flow import LEAF
+from opintercept.runs.why.noise import LIMIT
+from opintercept.runs.why.quantised import within_eight_bits
+
+_WORK = 4e8  # numbers that the search for one cause may read, some seconds of one core
+_ALL_WORK = 12e8  # that for all
+_LARGEST = 1 << 27  # elements that a region reads, above which nothing is tried
+_REST = 1e-4  # of the difference that may be left with an argument of B, whose kernels compute its effects coarsely
+_LITTLE = 10  # operators that differ, which are named although nothing was tried that reproduces B
+_MOST = 3  # changes that are named
+_PRODUCTS = frozenset(("mm", "addmm", "linear", "bmm", "baddbmm", "matmul", "convolution"))
+_IDLE = frozenset(
+    ("clone", "_to_copy", "copy", "contiguous", "empty", "empty_like", "zeros", "zero", "detach", "alias")
+)
+
+
+def explained(whole: Accused) -> tuple[Cause, bool]:
+    """The cause of a region, and whether it is a rounding or a quantisation."""
+    with torch.no_grad():
+        accused = narrowed(whole)
+        good, near = _search(accused)
+        if not good and accused is not whole:
+            good, near = _search(whole)
+        good = good or near
+    names = [
+        Counter(s.operator for s in steps if s.operator not in _IDLE) for steps in (accused.steps, accused.steps_b)
+    ]
+    only = [names[0] - names[1], names[1] - names[0] if accused.steps_b else Counter()]
+    exact = bool(good)
+    good = good or [each for each in (_diagnosis(accused),) if each is not None]
+    kept: dict[str, Change] = {}
+    for change in good:
+        kept.setdefault(change.what, change)
+    chosen = [*kept.values()][:_MOST]
+    first = chosen[0] if chosen else None
+    active = (step for step in accused.steps if step.number in accused.judge.a.active and step.operator in only[0])
+    begin = next(active, accused.end) if accused.steps_b else accused.end
+    cause = Cause(
+        kind=first.kind if first is not None else _kind(accused, names),
+        what=first.what if first is not None else _differently(accused, only),
+        place=place_of(first.step if first is not None else begin),
+        until=place_of(whole.end),
+        other=None if accused.found.step is None else place_of(accused.found.step),
+        after=_places_before(accused),
+        only_a=tuple(only[0].elements()),
+        only_b=tuple(only[1].elements()),
+        calls=len([step for step in accused.steps if step.number in accused.judge.a.active]),
+        roundings=accused.spread.ratio(accused.target, accused.found.joint.tensor.unit),
+        exact=exact,
+        others=tuple(change.what for change in chosen[1:]),
+    )
+    return cause, first is not None and first.coarse
+
+
+def _places_before(accused: Accused) -> tuple[Place, ...]:
+    """The calls right before a region, whose results are still those of B."""
+    flow = accused.judge.a
+    writers = {
+        writer: None
+        for number in accused.part
+        for found in flow.writers[number]
+        for writer in sorted(found - {LEAF} - accused.part)
+        if writer in flow.active
+    }
+    places = (place_of(flow.steps[writer]) for writer in writers)
+    return tuple({str(place): place for place in places}.values())
+
+
+def _differently(accused: Accused, only: Sequence[Counter[str]]) -> str:
+    """What B computes in a region, if that is little; empty if not, and of products, which are written in many ways."""
+    sides = ((accused.steps, accused.judge.a), (accused.steps_b, accused.judge.b))
+    active = [{step.operator for step in steps if step.number in flow.active} for steps, flow in sides]
+    pairs = zip(only, active, strict=True)
+    less, more = ([each.removesuffix("_") for each in names if each in own] for names, own in pairs)
+    many = {*less, *more} & _PRODUCTS or any("attention" in each for each in (*less, *more))
+    if many or len(less) + len(more) > _LITTLE:
+        return ""
+    if not more:
+        return f"leaves out {listed(less, _LITTLE)}" if less else ""
+    if not less:
+        return f"computes {listed(more, _LITTLE)} besides"
+    return f"computes {listed(more, _LITTLE)} where A computes {listed(less, _LITTLE)}"
+
+
+def _kind(accused: Accused, names: Sequence[Counter[str]]) -> CauseKind:
+    """What kind of cause it must be that no change explains: operators differ, or else what a call reads."""
+    if names[0] != names[1] and accused.steps_b:
+        return "operator"
+    return "weight" if len(accused.steps) == 1 and accused.found.by == "weight" else "unknown"
+
+
+def _diagnosis(accused: Accused) -> Change | None:
+    """What is plain of a region although no change reproduces B."""
+    judge, end = accused.judge, accused.end
+    place, base = weight_place(end), accused.spread.base
+    if (leaf := _other_leaf(accused)) is not None:
+        return leaf
+    if end.number not in judge.counterparts.by_weight or place is None or not base.dim():
+        return None
+    rows = accused.given(end)[place]
+    rows = (rows if end.operator == "linear" else rows.mT).double()
+    x = accused.given(end)[[place for place, _ in enumerate(end.inputs) if place in end.reads][-2]].double()
+    if base.shape[-1] != len(rows) or x.shape[-1] != rows.shape[1]:
+        return None
+    exact, other = (each.reshape(-1, len(rows)) for each in (base, accused.target))
+    near = within_eight_bits(x.reshape(-1, x.shape[-1]), rows, exact, other)
+    whole = {"_int_mm", "linear_dynamic", "quantize_per_tensor", "round", "linear"}
+    if any(step.operator in whole for step in accused.steps_b):
+        if bool(near.all()):
+            return Change(0, "dtype", "computes products in int8", end, {}, True)
+        columns = (~near).any(0).nonzero()[:, 0].tolist()
+        more = " by more than int8 explains"
+    else:
+        far = (exact - other).abs() > LIMIT * accused.rows.reshape(-1, 1)
+        columns, more = far.any(0).nonzero()[:, 0].tolist(), ""
+    if 4 * len(columns) <= len(rows):
+        return Change(5, "weight", f"has another weight: {rows_of(columns, len(rows))} differ{more}", end, {})
+    return None
+
+
+def _other_leaf(accused: Accused) -> Change | None:
+    """B's weight or input, where that is all that differs in a call that is not computed again."""
+    end, other, judge = accused.end, accused.found.step, accused.judge
+    fails = accused.run({end.number: lambda step, x: step.compute(x)}) is None
+    if not fails or other is None or other.operator != end.operator:
+        return None
+    found = []
+    for place, ((name, mine), (_, theirs)) in enumerate(zip(end.inputs, other.inputs, strict=False)):
+        values = [judge.a.program.value(mine), judge.b.program.value(theirs)]
+        if values[0].shape == values[1].shape and not torch.equal(*values):
+            found.append((place, name, mine, values))
+    if len(found) != 1:
+        return None
+    place, name, region, values = found[0]
+    if not (region.weight or judge.a.writers[end.number][place] <= {LEAF}):
+        return None
+    what = operand_words(end, name, region)
+    kind: CauseKind = "input" if what == "input" else "weight"
+    return Change(5, kind, f"has another {what}: {apart(values[0], values[1])}", end, {})
+
+
+def _search(accused: Accused) -> tuple[list[Change], list[Change]]:
+    """The changes that reproduce B, the plainest first; and B's arguments that nearly do."""
+    if sum(math.prod(region.shape) for step in accused.steps for _, region in step.inputs) > _LARGEST:
+        return [], []
+    for change in plainly(accused):
+        return [change], []
+    began = accused.judge.searched
+    end = began + min(_WORK, max(_ALL_WORK - began, _WORK / 20))
+    good: list[Change] = []
+    near: list[Change] = []
+    off = accused.spread.ratio(accused.target, accused.found.joint.tensor.unit)
+    wide = accused.widened()
+    for region, changes in (
+        (accused, _plain(accused)),
+        (wide, other_arguments.arguments(wide)),
+        (accused, _others(accused)),
+    ):
+        for change in changes:
+            if accused.judge.searched > end:
+                break
+            own = change.kind == "argument" and change.rank <= 1
+            rest = region.ratio(change.edits)
+            if not rest <= (max(LIMIT, _REST * off) if own else LIMIT) or region.breaks(change.edits):
+                continue
+            if rest > LIMIT:
+                near.append(change)
+            else:
+                good.append(change)
+                if len({each.what for each in good}) > _MOST:
+                    break
+        if good and min(each.rank for each in good) == 0:
+            break
+    order = {step.number: place for place, step in enumerate(wide.steps)}
+    for found in (good, near):
+        found.sort(key=lambda change: (change.rank, -order.get(change.step.number, 0)))
+    return good, near
+
+
+def _plain(accused: Accused) -> Iterator[Change]:
+    """B's own numbers, tensors and calls."""
+    yield from other_operands.weights(accused)
+    yield from other_arguments.arguments(accused)
+    yield from other_arguments.together(accused)
+    yield from other_operands.tensors(accused)
+    yield from other_operands.tables(accused)
+    yield from other_operands.reads(accused)
+    yield from other_operands.parts(accused)
+    yield from other_operators.calls(accused)
+
+
+def _others(accused: Accused) -> Iterator[Change]:
+    """Other operators, roundings and numbers."""
+    yield from other_operators.operators(accused)
+    yield from other_operators.functions(accused)
+    yield from other_operators.not_updated(accused)
+    yield from other_operators.left_out(accused)
+    yield from other_operators.added(accused)
+    yield from other_operators.roundings(accused)
+    yield from other_operands.exchanged(accused)
+    yield from other_operands.exchanged_results(accused)
+    yield from other_arguments.variants(accused)
+    yield from other_arguments.numbers(accused)
+
+
+def plainly(accused: Accused) -> Iterator[Change]:
+    """B draws random numbers, or its call does not make what its operands say."""
+    drawn = [step for step in accused.steps_b if step.is_random]
+    if drawn and not any(step.is_random for step in accused.steps):
+        words = f"draws random numbers ({name_of(drawn[0])}), as for dropout"
+        yield Change(0, "operator", words, accused.end, {})
+    other = accused.found.step
+    if other is None or other.overload is None or other.operator not in _PRODUCTS or accused.found.by == "result":
+        return
+    made = accused.judge.joints.made_by(other)
+    dtypes = (accused.judge.dtypes[1], torch.float32 if made is None else made.dtype)
+    off = off_record(accused.judge.b.program, other, Perturber(max(dtypes, key=rounding.unit)), True)
+    if off > ODD:
+        words = (
+            f"makes another result than the operands of its {name_of(other)} say, {off:.2g} times what rounding may do"
+        )
+        yield Change(0, "result", words, accused.end, {})

@@ -1,0 +1,139 @@
+"""The changes of A in which a call is given another number, flag or list."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from opintercept.runs.program.evaluate import moves
+from opintercept.runs.why.changes.accused import Accused
+from opintercept.runs.why.changes.edits import (
+    Change,
+    Edits,
+    scaled,
+    with_arguments,
+    with_number,
+)
+from opintercept.runs.why.changes.wording import (
+    argument_of,
+    is_plain,
+    name_of,
+    named,
+    others_of,
+    times_words,
+    value_of,
+)
+from opintercept.runs.why.noise import LIMIT
+
+
+def arguments(accused: Accused) -> Iterator[Change]:
+    """B's number, flag or list for an argument."""
+    done = set()
+    others = [*accused.steps_b, *accused.before_b]
+    for group in accused.groups():
+        step = group[0]
+        for other in others:
+            if other.operator != step.operator:
+                continue
+            for name in dict.fromkeys((*step.arguments, *other.arguments)):
+                mine, theirs = (argument_of(each, name) for each in (step, other))
+                if repr(mine) == repr(theirs) or not all(map(is_plain, (mine, theirs))):
+                    continue
+                key = (*(each.number for each in group), name, repr(theirs))
+                if key in done:
+                    continue
+                done.add(key)
+                words = (
+                    f"uses {named(name)}={value_of(theirs)} where A uses {value_of(mine)}{times_words(mine, theirs)}"
+                )
+                yield Change(0, "argument", words, step, with_arguments(group, {name: theirs}))
+
+
+def together(accused: Accused) -> Iterator[Change]:
+    """All of B's numbers, flags and lists at once, where several differ."""
+    for group in accused.groups():
+        step = group[0]
+        for other in accused.steps_b:
+            if other.operator != step.operator:
+                continue
+            pairs = {
+                name: (argument_of(step, name), argument_of(other, name))
+                for name in dict.fromkeys((*step.arguments, *other.arguments))
+            }
+            differ = {
+                name: theirs
+                for name, (mine, theirs) in pairs.items()
+                if is_plain(mine) and is_plain(theirs) and repr(mine) != repr(theirs)
+            }
+            if len(differ) > 1:
+                each = (
+                    f"{named(name)}={value_of(new)} where A uses {value_of(pairs[name][0])}"
+                    for name, new in differ.items()
+                )
+                yield Change(1, "argument", f"uses {' and '.join(each)}", step, with_arguments(group, differ))
+
+
+def variants(accused: Accused) -> Iterator[Change]:
+    """Other flags and small whole numbers, for B may have other operators and no such argument."""
+    for step in accused.steps:
+        schema = getattr(step.overload, "_schema", None)
+        for argument in () if schema is None else schema.arguments:
+            mine = argument_of(step, argument.name)
+            for theirs in others_of(mine):
+                words = f"uses {named(argument.name)}={value_of(theirs)} where A uses {value_of(mine)}"
+                yield Change(3, "argument", words, step, with_arguments([step], {argument.name: theirs}))
+
+
+def numbers(accused: Accused) -> Iterator[Change]:
+    """Numbers that are fitted to B: arguments, and factors of what calls make."""
+    for group in accused.groups():
+        step = group[0]
+        for argument in step.overload._schema.arguments if step.overload is not None else ():
+            given = argument_of(step, argument.name)
+            kind = str(argument.type).removeprefix("Optional[").removesuffix("]")
+            if kind in ("number", "float", "Tensor") and isinstance(given, float):
+                value = _fitted(accused, partial(with_number, group, argument.name), given)
+                if value is not None:
+                    words = f"uses {named(argument.name)}={value:.5g} where A uses {given:.5g}"
+                    yield Change(3, "argument", words, step, with_number(group, argument.name, value))
+        if not moves(step) and step.overload is not None and accused.target.numel() > 8:
+            value = _fitted(accused, partial(scaled, group), 1.0)
+            if value is not None:
+                words = f"multiplies what {name_of(step)} makes by {value:.5g}"
+                yield Change(4, "argument", words, step, scaled(group, value))
+
+
+def _fitted(accused: Accused, make: Callable[[float], Edits], start: float) -> float | None:
+    """The number with which a change is nearest to B, by the secant method; None if it does not matter."""
+    rows, target = accused.rows, accused.target
+
+    def off(c: float) -> torch.Tensor | None:
+        made = accused.run(make(c))
+        if made is None or made.shape != target.shape:
+            return None
+        found = (made - target) / rows
+        return found if bool(found.isfinite().all()) else None
+
+    c, here = start, off(start)
+    for _ in range(8):
+        h = 1e-4 * abs(c) or 1e-6
+        there = off(c + h)
+        if here is None or there is None:
+            return None
+        slope = (there - here) / h
+        square = float(slope.square().sum())
+        if not square or not math.isfinite(square):
+            return None
+        move = -float((slope * here).sum()) / square
+        if not math.isfinite(move) or abs(c + move) > 1e8:
+            return None
+        c, here = c + move, off(c + move)
+        if abs(move) <= 1e-10 * abs(c):
+            break
+    if here is None or abs(c - start) <= 1e-9 * abs(start):
+        return None
+    short = [0.0, *(float(f"{c:.{count}g}") for count in range(1, 6)), c]
+    return next((each for each in short if each != start and accused.ratio(make(each)) <= LIMIT), None)

@@ -1,0 +1,279 @@
+"""The changes of A in which a call reads something else, as B does: a weight, a table, what another call makes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from opintercept.runs.program.evaluate import Edit, moves
+from opintercept.runs.program.program import Region, Step, in_double
+from opintercept.runs.why.answer import CauseKind, Place
+from opintercept.runs.why.changes.accused import Accused
+from opintercept.runs.why.changes.edits import (
+    Change,
+    Edits,
+    constant,
+    replaced,
+    swapped,
+    with_operand,
+)
+from opintercept.runs.why.changes.wording import (
+    LONGEST,
+    apart,
+    biases_of,
+    left_out_words,
+    name_of,
+    operand_words,
+    place_of,
+    weight_words,
+)
+from opintercept.runs.why.counterparts import weight_place
+from opintercept.runs.why.flow import LEAF
+
+
+def weights(accused: Accused) -> Iterator[Change]:
+    """B's rows of the weight of a product."""
+    for step in accused.steps:
+        if step.number not in accused.judge.counterparts.by_weight:
+            continue
+        found, place = accused.judge.counterparts.weight_rows(step.number), weight_place(step)
+        if found is None or place is None or torch.equal(*found):
+            continue
+        words, coarse = weight_words(*found)
+        rank = 2 if accused.judge.a.writers[step.number][place] & accused.part else 0  # an update of it says more
+        end, base = accused.end, accused.spread.base
+        if end.number != step.number and base.dim() and base.shape[-1] == len(found[0]):  # with its adapters
+            x = accused.given(step)[min(step.reads - {place, *biases_of(step)})].double()
+            moved = x.reshape(-1, x.shape[-1]) @ (found[1] - found[0]).mT
+            edits: Edits = {end.number: constant(base + moved.reshape(base.shape))}
+            yield Change(rank, "dtype" if coarse else "weight", words, step, edits, coarse)
+        value = found[1] if step.operator == "linear" else found[1].mT
+        yield Change(rank, "dtype" if coarse else "weight", words, step, with_operand([step], place, value), coarse)
+
+
+def tensors(accused: Accused) -> Iterator[Change]:
+    """B's tensor for one that no call of the region makes, of the same size and role."""
+    judge = accused.judge
+    for step in accused.steps:
+        for place, (name, region) in enumerate(step.inputs):
+            own, seen = accused.given(step)[place], list[torch.Tensor]()
+            inside = judge.a.writers[step.number][place] & accused.part
+            if place not in step.reads or (inside and own.is_floating_point()):
+                continue
+            what = operand_words(step, name, region)
+            for other, theirs, there, is_made in _operands_b(accused, own.numel()):
+                whole = not own.is_floating_point()
+                masks = "mask" in theirs or "bias" in theirs
+                alike = whole or (theirs == name and (other.operator == step.operator or masks))
+                alike = alike or (region.weight and there.weight and region.shape == there.shape)
+                if not alike:
+                    continue
+                value = in_double(judge.b.program.value(there)).reshape(own.shape)
+                if value.is_floating_point() == whole or torch.equal(value, own) or _is_in(value, seen):
+                    continue
+                seen.append(value)
+                moved = not whole and _same_numbers(value, own)
+                same = theirs == name and other.operator == step.operator
+                parameter = same and region.weight and place not in step.written
+                if is_made and not (moved or parameter or whole):
+                    continue
+                leaf = judge.a.writers[step.number][place] == {LEAF} and "mask" not in name
+                kind: CauseKind = "operand" if moved or not leaf else "input"
+                kind = "weight" if region.weight or (kind == "input" and what in ("weight", "bias")) else kind
+                words, coarse = f"has another {what}: {apart(own, value)}", False
+                if moved:
+                    words = f"reads its {what} in another order"
+                elif region.weight and own.dim() == 2:
+                    words, coarse = weight_words(own.double(), value.double())
+                likely = whole or kind != "operand" or what in ("bias", "mask")
+                rank = 2 if is_made or not likely else 0 if whole else 1
+                yield Change(rank, kind, words, step, with_operand([step], place, value), coarse)
+            if own.is_floating_point() and (what in ("bias", "mask") or own.dim() <= 1):
+                for number in (0.0, 1.0):
+                    edits = with_operand([step], place, torch.full_like(own, number))
+                    yield Change(2, "operator", f"has no {what} here", step, edits)
+
+
+def _operands_b(accused: Accused, size: int) -> Iterator[tuple[Step, str, Region, bool]]:
+    """The operands of B's calls with so many numbers, and whether others of these calls make them."""
+    part = {step.number for step in accused.steps_b if not moves(step)}
+    made = {region.name for step in accused.steps_b for region in step.outputs if region is not None}
+    for other in accused.steps_b:
+        for (name, region), writers in zip(other.inputs, accused.judge.b.writers[other.number], strict=True):
+            if region.name is not None and math.prod(region.shape) == size:
+                yield other, name, region, region.name in made or (bool(writers) and writers <= part)
+
+
+def tables(accused: Accused) -> Iterator[Change]:
+    """B's constants and positions for those that A's calls read, by what makes them; all at once."""
+    judge, edits, names = accused.judge, dict[int, Edit](), dict[str, None]()
+    tables = {
+        (step.operator, math.prod(region.shape)): region
+        for step in accused.steps_b
+        if step.number not in judge.b.active
+        for region in step.outputs[:1]
+        if region is not None and region.name is not None
+    }
+    first: Step | None = None
+    sizes = {size: region for (_, size), region in tables.items()}
+    for step in accused.steps:
+        given = [*accused.given(step)]
+        changed = False
+        for place, writers in enumerate(judge.a.writers[step.number]):
+            makers = writers - {LEAF}
+            if len(makers) != 1 or makers & judge.a.active or place not in step.reads:
+                continue
+            (maker,) = makers
+            name = judge.a.steps[maker].operator
+            region = tables.get((name, given[place].numel())) or sizes.get(given[place].numel())
+            if region is None or step.number not in judge.a.active:
+                continue
+            value = in_double(judge.b.program.value(region)).reshape(given[place].shape)
+            if not torch.equal(value, given[place]):
+                edits[step.number] = replaced(edits.get(step.number), place, value)
+                names[name] = None
+                changed = True
+        first = step if changed and first is None else first
+    if first is not None:
+        words = f"has other constants or positions, of {' and '.join(names)}"
+        yield Change(2, "operand", words, first, edits)
+
+
+def reads(accused: Accused) -> Iterator[Change]:
+    """B's call reads what another call makes, or what A's goes on computing with."""
+    judge = accused.judge
+    joined = {number: joint for number, joint in accused.sweep.joined.items() if joint.whole}
+    makers = {joint.tensor.region.name: number for number, joint in joined.items()}
+    by_writer = {maker: number for number, joint in joined.items() for maker in joint.makers}
+    for step in accused.steps:
+        for other in accused.steps_b:
+            if other.operator != step.operator:
+                continue
+            for place, (mine, (_, region)) in enumerate(zip(accused.given(step), other.inputs, strict=False)):
+                written = judge.b.writers[other.number][place]
+                maker = makers.get(region.name, by_writer.get(min(written)) if len(written) == 1 else None)
+                writers = judge.a.writers[step.number][place]
+                fits = mine.is_floating_point() and math.prod(region.shape) == mine.numel() and place in step.reads
+                if maker is None or maker in writers or not fits:
+                    continue
+                value = in_double(judge.b.program.value(region)).reshape(mine.shape)
+                between = _between(accused, maker, writers)
+                edits = with_operand([step], place, value)
+                if between:
+                    names = left_out_words(between, accused.given(between[-1]))
+                    yield Change(0, "operator", names, between[0], edits)
+                    continue
+                writer = next(iter(writers - {LEAF}), None)
+                instead = "" if writer is None else f" where A reads that of {place_of(judge.a.steps[writer])}"
+                words = f"reads the result of {place_of(judge.a.steps[maker])}{instead}"
+                yield Change(1, "operand", words, step, edits)
+
+
+def parts(accused: Accused) -> Iterator[Change]:
+    """B's call reads other elements of what both have, as another token or half; one operand or all of them."""
+    judge = accused.judge
+    for step in accused.steps:
+        found: dict[int, tuple[torch.Tensor, Place]] = {}
+        for other in accused.steps_b:
+            found = {} if other.operator == step.operator or not found else found
+            for place, own in enumerate(accused.given(step)):
+                joint = judge.counterparts.joint_of(accused.sweep, step.number, place)
+                writers = judge.a.writers[step.number][place]
+                whole = accused.sweep.joined.get(next(iter(writers), LEAF))
+                if place not in step.reads or not own.is_floating_point() or whole is None or len(writers) != 1:
+                    continue
+                same = other.operator == step.operator
+                for at, (_, region) in enumerate(other.inputs):
+                    if (same and at != place) or region.name is None or math.prod(region.shape) != own.numel():
+                        continue
+                    if not judge.b.writers[other.number][at] & whole.makers or joint is None:
+                        continue
+                    value = in_double(judge.b.program.value(region)).reshape(own.shape)
+                    if not torch.equal(value, own):
+                        found[place] = value, place_of(judge.a.steps[next(iter(writers))])
+            if not found:
+                continue
+            for chosen in ([found] if len(found) > 1 else []) + [{place: each} for place, each in found.items()]:
+                edit: Edit | None = None
+                moved = all(_same_numbers(value, accused.given(step)[place]) for place, (value, _) in chosen.items())
+                what = "the result of" if moved else "another part of the result of"
+                words = f"reads {what} {next(iter(chosen.values()))[1]}{' in another order' if moved else ''}"
+                for place, (value, _) in chosen.items():
+                    edit = replaced(edit, place, value)
+                if edit is not None:
+                    yield Change(2 if moved else 0, "operand", words, step, {step.number: edit})
+
+
+def _between(accused: Accused, first: int, last: frozenset[int]) -> list[Step]:
+    """The calls of A that lead from a call to others, the shortest way if they are many; none if it does not."""
+    flow, left = accused.judge.a, [each for each in sorted(last) if each > first]
+    after: dict[int, int | None] = dict.fromkeys(left)
+    nearest: int | None = None
+    while left:
+        number = left.pop(0)
+        writers = frozenset[int]().union(*flow.writers[number])
+        nearest = number if first in writers and nearest is None else nearest
+        new = [each for each in sorted(writers) if each > first and each not in after]
+        after |= dict.fromkeys(new, number)
+        left += new
+    steps = [flow.steps[number] for number in sorted(after.keys() & flow.active)]
+    if nearest is None or len({step.operator for step in steps}) <= LONGEST:
+        return steps if nearest is not None else []
+    way: list[Step] = []
+    while nearest is not None:
+        way.append(flow.steps[nearest])
+        nearest = after[nearest]
+    return way if len({step.operator for step in way}) <= LONGEST else []
+
+
+def exchanged(accused: Accused) -> Iterator[Change]:
+    """Two operands of one call change places."""
+    for step in accused.steps:
+        given = accused.given(step)
+        real = [place for place in sorted(step.reads) if given[place].is_floating_point()]
+        for one, two in itertools.combinations(real, 2) if step.operator not in ("add", "mul") else ():
+            if given[one].shape == given[two].shape and not torch.equal(given[one], given[two]):
+                names = [operand_words(step, *step.inputs[place]) for place in (one, two)]
+                what = f"the {names[0]} and the {names[1]}" if names[0] != names[1] else "the operands"
+                edits: Edits = {step.number: swapped(one, two)}
+                yield Change(1, "operand", f"exchanges {what} of {name_of(step)}", step, edits)
+
+
+def exchanged_results(accused: Accused) -> Iterator[Change]:
+    """The results of two calls change places in all that the region does with them."""
+    flow = accused.judge.a
+    read: dict[int, list[tuple[Step, int]]] = defaultdict(list)
+    for step in accused.steps:
+        for place, writers in enumerate(flow.writers[step.number]):
+            if len(writers) == 1 and writers <= flow.active - accused.part:
+                read[min(writers)].append((step, place))
+    for first, second in itertools.combinations(read, 2):
+        given = [[accused.given(step)[place] for step, place in read[number]] for number in (first, second)]
+        pairs = [*zip(*given, strict=False)]
+        if len(given[0]) != len(given[1]):
+            continue
+        if all(one.shape == two.shape for one, two in pairs):
+            turned = [two for _, two in pairs], [one for one, _ in pairs]
+        elif all(one.dim() > 1 and one.mT.shape == two.shape for one, two in pairs):  # scores of q and k
+            turned = [two.mT for _, two in pairs], [one.mT for one, _ in pairs]
+        else:
+            continue
+        both: dict[int, Edit] = {}
+        for number, values in zip((first, second), turned, strict=True):
+            for (step, place), value in zip(read[number], values, strict=True):
+                both[step.number] = replaced(both.get(step.number), place, value)
+        places = [place_of(flow.steps[number]) for number in (first, second)]
+        yield Change(1, "operand", f"exchanges the results of {places[0]} and {places[1]}", read[first][0][0], both)
+
+
+def _same_numbers(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Whether tensors have the same numbers, in whatever order."""
+    return one.numel() == two.numel() and torch.equal(one.flatten().sort()[0], two.flatten().sort()[0])
+
+
+def _is_in(value: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
+    return any(torch.equal(value, each) for each in others)

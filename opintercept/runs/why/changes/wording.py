@@ -1,0 +1,158 @@
+"""What `why` calls calls, arguments, operands and the ways in which tensors differ.
+
+Invariant: each phrase goes on after "B".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from opintercept._core.text import listed
+from opintercept.runs.program.program import Leaf, Region, Step
+from opintercept.runs.why.answer import Place
+from opintercept.runs.why.noise import MASKED
+from opintercept.runs.why.quantised import quantised
+
+LONGEST = 6  # operators that may be left out together, and that a phrase names
+_WORDS = {
+    "self": "input",
+    "input": "input",
+    "mat1": "input",
+    "tensors": "operand",
+    "mat2": "weight",
+    "other": "operand",
+    "weight": "weight",
+    "bias": "bias",
+    "attn_mask": "mask",
+    "attn_bias": "mask",
+}
+
+
+def place_of(step: Step) -> Place:
+    """A call in words."""
+    record = step.stored.record
+    return Place(record.index, record.op, record.module, record.source)
+
+
+def name_of(step: Step) -> str:
+    return step.operator.removesuffix("_")
+
+
+def names_of(steps: Iterable[Step]) -> str:
+    """The operators of calls, each once."""
+    return listed(list(dict.fromkeys(map(name_of, steps))), LONGEST)
+
+
+def left_out_words(steps: Sequence[Step], given: Sequence[torch.Tensor]) -> str:
+    """What is left out; `given` are the operands of the last call."""
+    if all(0 in step.written and step.inputs[0][1].weight for step in steps):
+        return f"does not update the weight, by {names_of(steps)}"
+    masks = (each.is_floating_point() and each.numel() and float(each.min()) <= MASKED for each in given)
+    return f"leaves out {'the mask, in ' if len(steps) == 1 and any(masks) else ''}{names_of(steps)}"
+
+
+def argument_of(step: Step, name: str) -> Any:
+    """An argument, or its default; the scale of an attention as it is by default."""
+    value = step.arguments.get(name)
+    if name not in step.arguments and step.overload is not None:
+        found = (each for each in step.overload._schema.arguments if each.name == name and each.has_default_value())
+        value = next((each.default_value for each in found), None)
+    if name == "scale" and value is None and "scaled_dot_product" in step.operator:
+        return step.inputs[0][1].shape[-1] ** -0.5
+    return value
+
+
+def is_plain(value: Any) -> bool:
+    if isinstance(value, Leaf):
+        return False
+    if isinstance(value, (list, tuple)):
+        return all(map(is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def others_of(value: Any) -> list[Any]:
+    """Other values that an argument may have by mistake."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [each for each in (value - 1, value + 1, 2 * value, value // 2, -value) if each != value]
+    if isinstance(value, list) and value and all(type(each) is int for each in value):
+        return [[other] * len(value) for other in range(4) if [other] * len(value) != value]
+    return []
+
+
+def value_of(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def times_words(mine: Any, theirs: Any) -> str:
+    """How many times as large a number is, if that is a shorter one."""
+    if not (isinstance(mine, float) and isinstance(theirs, float) and mine and theirs):
+        return ""
+    short = f"{theirs / mine:.3g}"
+    plain = len(f"{theirs:.6g}") <= len(short) + 3 or abs(float(short) * mine / theirs - 1) > 1e-6
+    return "" if plain else f", {short} times that"
+
+
+def named(name: str) -> str:
+    return "the number" if name in ("other", "self", "exponent", "value") else name
+
+
+def operand_words(step: Step, name: str, region: Region) -> str:
+    """What a reader calls an operand."""
+    if name == "self" and step.operator in ("addmm", "baddbmm"):
+        return "bias"
+    if region.weight and name.startswith("weight") and len(region.shape) == 1:
+        return "bias"
+    if region.weight and name in ("other", "self", "input"):
+        return "weight"
+    if name == "mat2" and not region.weight:
+        return "operand"
+    plain = name.partition("[")[0].rstrip("0123456789")
+    return _WORDS.get(plain, plain)
+
+
+def apart(a: torch.Tensor, b: torch.Tensor) -> str:
+    """How two tensors differ, in words."""
+    differs = ~((a == b) | (a.isnan() & b.isnan())) if a.is_floating_point() else a != b
+    count, of = int(differs.sum()), a.numel()
+    finite = (a.double() - b.double()).abs()
+    finite = finite.where(finite.isfinite(), 0.0)
+    by = f", by up to {float(finite.max()):.2g}" if float(finite.max()) else ""
+    if a.dim() == 2 and a.shape[0] > 1:
+        rows = differs.any(1).nonzero()[:, 0].tolist()
+        if len(rows) <= max(1, len(a) // 4):
+            return f"{rows_of(rows, len(a))} differ{by}"
+    return f"{count:,} of {of:,} numbers differ{by}"
+
+
+def rows_of(numbers: Sequence[int], of: int) -> str:
+    """Write `"rows 3, 17 of 64"`."""
+    return f"{'row' if len(numbers) == 1 else 'rows'} {listed(numbers, 4)} of {of}"
+
+
+def weight_words(rows: torch.Tensor, theirs: torch.Tensor) -> tuple[str, bool]:
+    """How B's rows of a weight differ, and whether only as rounded or quantised ones do."""
+    bits, wrong = quantised(rows, theirs)
+    if bits and not bool(wrong.any()):
+        return f"has its weight in {bits}", True
+    if bits:
+        which = wrong.nonzero()[:, 0].tolist()
+        differ = "differs" if len(which) == 1 else "differ"
+        return f"has another weight: {rows_of(which, len(rows))} {differ} by more than {bits} explains", False
+    return f"has another weight: {apart(rows, theirs)}", False
+
+
+def biases_of(step: Step) -> set[int]:
+    """The places of what a product adds."""
+    names = (
+        ("self",)
+        if step.operator in ("addmm", "baddbmm")
+        else ("bias",)
+        if step.operator in ("linear", "convolution")
+        else ()
+    )
+    return {place for place, (name, _) in enumerate(step.inputs) if name in names}

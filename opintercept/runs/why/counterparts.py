@@ -1,0 +1,468 @@
+"""`Counterparts`: which tensor of B a call of A would make, were it not for what differs.
+
+By the rows of weights, then by the same operator on the same operands; results of the programs belong to each other.
+Invariant: no call has a counterpart by its order alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from opintercept._core.errors import OpInterceptError
+from opintercept.runs.program.names import module_name
+from opintercept.runs.program.program import Region, Step
+from opintercept.runs.store.columns import Array
+from opintercept.runs.why.common_calls import linked
+from opintercept.runs.why.common_weights import Joining, Side
+from opintercept.runs.why.flow import LEAF, Flow, is_real
+from opintercept.runs.why.joints import Exact, Joint, Joints, Tensor, layouts
+from opintercept.runs.why.sweep import Sweep
+
+_CHAIN = frozenset(("add", "mul", "sub", "div", "clone", "_to_copy", "copy"))  # what may follow a product of its own
+_PRODUCTS = frozenset(("mm", "addmm", "linear", "matmul"))
+ACTIVATIONS = (
+    *("silu", "gelu", "relu", "sigmoid", "tanh", "softplus", "hardswish", "mish", "elu", "leaky_relu", "hardtanh"),
+    *("relu6", "celu", "selu", "hardsigmoid", "log_sigmoid", "softshrink"),
+)
+"""Functions that may stand for each other by mistake."""
+_LONGEST = 8  # calls of such a chain
+_FARTHER = 1.5  # how much nearer a later call of a chain must be to B's
+_KNOWN = 0.5  # of a product that must have a counterpart
+
+
+class Counterpart(NamedTuple):
+    """What B has in the place of the output of a call of A.
+
+    Attributes:
+        number: The place of the call of A.
+        joint: B's values in A's layout.
+        step: B's call; None if it is not known.
+        by: `"operands"`, `"weight"` or `"result"`.
+    """
+
+    number: int
+    joint: Joint
+    step: Step | None
+    by: str
+
+
+class _Piece(NamedTuple):
+    """A part of what a product of A makes, which a product of B makes."""
+
+    match: int
+    step: Step
+    rows_a: Array  # of the weight
+    rows_b: Array
+    tokens: tuple[Array, Array] | None  # rows of the other operand; None for all in the same order
+
+
+class Counterparts:
+    """The counterparts of two programs."""
+
+    def __init__(self, a: Flow, b: Flow, joints: Joints) -> None:
+        self.a, self.b, self.joints = a, b, joints
+        self.reasons: list[str] = []
+        self.joining: Joining | None = None
+        self._named: dict[tuple[str, int], list[Step]] = defaultdict(list)
+        for step in b.steps:
+            if (made := joints.made_by(step)) is not None:
+                self._named[step.operator, math.prod(made.region.shape)].append(step)
+        self.ends = self._paired_ends()
+
+    @functools.cached_property
+    def by_weight(self) -> dict[int, list[_Piece]]:
+        """What B makes of the weight of each product of A, by the rows of their weights; found when it is asked for."""
+        joined: dict[int, list[_Piece]] = {}
+        sides = [Side.of(flow.program.run) for flow in (self.a, self.b)]
+        try:
+            joining = self.joining = Joining(*sides)
+        except OpInterceptError as reason:  # the runs lack values
+            self.reasons.append(str(reason))
+            return joined
+        links = linked(joining)
+        places = [{step.stored.record.index: step for step in flow.steps} for flow in (self.a, self.b)]
+        for a, found in links.of_a.items():
+            step = places[0].get(joining.a.calls[a].record.index)
+            for b, match in found:
+                other = places[1].get(joining.b.calls[b].record.index)
+                if step is None or other is None or match is None or joining.a.calls[a].rank != self.a.program.rank:
+                    continue
+                own = joining.matches[match]
+                if own.part_a == own.part_b == (0, joining.a.weights[own.a].shape[2]):
+                    rows_b = own.rows_b
+                    if own.by == "neighbours" and len(own.rows_a) == joining.a.rows(own.a).shape[0] == len(rows_b):
+                        rows_b = own.rows_a  # nothing says which row is which
+                    piece = _Piece(match, other, own.rows_a, rows_b, links.rows.get((a, b)))
+                    joined.setdefault(step.number, []).append(piece)
+        return joined
+
+    @functools.cached_property
+    def _taken(self) -> set[int]:
+        """The products of B that have a counterpart by their weights."""
+        return {piece.step.number for pieces in self.by_weight.values() for piece in pieces}
+
+    def _paired_ends(self) -> dict[int, Tensor]:
+        """B's tensor for each result of A: of the same operator in a module of the same name, of the same size."""
+        left = [step for number in self.b.ends if self.joints.made_by(step := self.b.steps[number]) is not None]
+        root = self.b.program.root
+        found: dict[int, Tensor] = {}
+
+        def fits(step: Step, other: Step, level: int) -> bool:
+            one, two = step.stored.record, other.stored.record
+            made = self.joints.made_by(other)
+            if made is None or math.prod(made.region.shape) != _size(step):
+                return False
+            if step.number == self.a.program.root or other.number == root:
+                return step.number == self.a.program.root and other.number == root
+            return (
+                (step.operator == other.operator and module_name(one.module) == module_name(two.module)),
+                step.operator == other.operator,
+                True,
+            )[level]
+
+        for level in range(3):
+            for number in reversed(self.a.ends):
+                step = self.a.steps[number]
+                other = next((each for each in reversed(left) if number not in found and fits(step, each, level)), None)
+                if other is not None and (made := self.joints.made_by(other)) is not None:
+                    found[number] = made
+                    left.remove(other)
+        return found
+
+    def weight_rows(self, number: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The rows of the weight of a product of A, and those that B has for them, `float64[n, k]`; None if unknown."""
+        step, rows = self.a.steps[number], None
+        place = weight_place(step)
+        if place is None:
+            return None
+        rows = _as_rows(step, self.a.program.value(step.inputs[place][1]))
+        theirs = rows.clone()
+        for piece in self.by_weight[number]:
+            at = weight_place(piece.step)
+            if self.joining is not None and piece.match in self.joining.terms and len(self.by_weight[number]) == 1:
+                one, other = self.joining.both(piece.match)  # with low-rank products that are added on either side
+                if len(one) == len(rows):
+                    return one, other
+            if at is None:
+                return None
+            weight = _as_rows(piece.step, self.b.program.value(piece.step.inputs[at][1]))
+            if weight.shape[1] != rows.shape[1] or int(piece.rows_b.max()) >= len(weight):
+                return None
+            if int(piece.rows_a.max()) >= len(rows):
+                return None
+            theirs[torch.from_numpy(piece.rows_a)] = weight[torch.from_numpy(piece.rows_b)]
+        return rows, theirs
+
+    def scaled(self, number: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """What B's product of a weight makes, and what B scales that to, `float64[m, n]`, if one product has it all."""
+        pieces = self.by_weight[number]
+        if len(pieces) != 1:
+            return None, None
+        chain, rows = self._chain(self.b, pieces[0].step.number), torch.from_numpy(pieces[0].rows_b)
+        made = [self.joints.made_by(self.b.steps[each]) for each in (chain[0], chain[-1])]
+        first, last = (None if each is None else self.joints.values(each) for each in made)
+        if first is None or last is None:
+            return None, None
+        width = first.shape[-1]
+        one, two = first.reshape(-1, width), last.reshape(-1, width)
+        return (one[:, rows], two[:, rows]) if int(rows.max()) < width else (None, None)
+
+    def of(self, sweep: Sweep, bad: set[int], bad_ends: set[int], stale: set[int]) -> Iterator[Counterpart]:
+        """The counterparts of calls that differ, in A's order, but for stale ones, to which the caller may add."""
+        used = {maker for joint in sweep.joined.values() for maker in joint.makers}
+        later: dict[int, list[Counterpart]] = defaultdict(list)
+        for number in sorted(bad):
+            found = later.pop(number, [])
+            if number in sweep.made and number in self.a.active and number not in stale:
+                same = self._same_operands(sweep, number, used) if not self._is_product(number) else None
+                if same is None and number in self.by_weight:
+                    same = self._product(sweep, number, bad)
+                elif same is None:
+                    same = self._same_parameter(sweep, number)
+                if same is not None:
+                    (found if same.number == number else later[same.number]).append(same)
+                if number in bad_ends and (end := self.end(sweep, number)) is not None:
+                    found.append(end)
+            yield from sorted(found, key=lambda each: each.by != "operands")
+
+    def _is_product(self, number: int) -> bool:
+        """Whether a call multiplies by a matrix, which says better than its operands what belongs to it."""
+        step = self.a.steps[number]
+        return step.operator in _PRODUCTS and weight_place(step) is not None
+
+    def end(self, sweep: Sweep, number: int) -> Counterpart | None:
+        """What B has in the place of a result of A, in one or in several tensors."""
+        base = sweep.made[number].base
+        if number not in self.ends:
+            pieces = self.by_weight.get(number, []) if self._is_product(number) else []
+            values = self._assembled(base, pieces, pieces[0].step.number) if pieces else None
+            made = self.joints.made_by(pieces[0].step) if pieces else None
+            if values is None or made is None:
+                return None
+            return Counterpart(number, Joint(made, values, whole=False), pieces[0].step, "result")
+        tensor = self.ends[number]
+        step = self.b.steps[tensor.makers[-1]] if tensor.makers else None
+        values = nearest(self.joints.values(tensor), base)
+        return Counterpart(number, Joint(tensor, values), step, "result")
+
+    def _same_operands(self, sweep: Sweep, number: int, used: set[int]) -> Counterpart | None:
+        """The output of B's call of the same operator on operands that A's call has, too."""
+        step = self.a.steps[number]
+        mine: list[tuple[int, Joint | Exact | None]] = []
+        leaves: list[tuple[int, Joint | Exact | None]] = []
+        for place, writers in enumerate(self.a.writers[number]):
+            region = step.inputs[place][1]
+            if not writers or not is_real(self.a.program, region):
+                continue
+            joint = self.joint_of(sweep, number, place)
+            if writers == {LEAF}:
+                leaves.append((place, joint))
+            elif writers & self.a.active:
+                mine.append((place, joint))
+        mine = mine or [each for each in leaves if each[1] is not None and math.prod(step.inputs[each[0]][1].shape) > 1]
+        if not mine or any(joint is None for _, joint in mine):
+            return None
+        size = _size(step)
+        candidates = []
+        operators = ACTIVATIONS if step.operator in ACTIVATIONS else (step.operator,)
+        for other in (each for operator in operators for each in self._named[operator, size]):
+            names = [name for name, _ in other.inputs]
+            same = names[: len(step.inputs)] == [name for name, _ in step.inputs[: len(names)]]
+            if other.number in self._taken or not (same or other.operator != step.operator):
+                continue
+            if all(
+                place < len(other.inputs) and joint is not None and self._is(other.inputs[place][1], joint)
+                for place, joint in mine
+            ):
+                candidates.append(other)
+        if not candidates:
+            return None
+        at = number / max(len(self.a.steps), 1)
+        best = min(
+            candidates,
+            key=lambda each: (
+                each.number in used,
+                module_name(each.stored.record.module) != module_name(step.stored.record.module),
+                each.operator != step.operator,
+                -self._alike(step, each, sweep),
+                abs(each.number / max(len(self.b.steps), 1) - at),
+            ),
+        )
+        tensor = self.joints.made_by(best)
+        assert tensor is not None
+        values = nearest(self.joints.values(tensor), sweep.made[number].base)
+        return Counterpart(number, Joint(tensor, values), best, "operands")
+
+    def _same_parameter(self, sweep: Sweep, number: int) -> Counterpart | None:
+        """The output of B's call that reads the same parameter, as often as A has read it before."""
+        step = self.a.steps[number]
+        for place, (name, region) in enumerate(step.inputs):
+            joint = self.joint_of(sweep, number, place)
+            gemm = step.stored.record.gemm is not None
+            leaf = region.weight or (gemm and self.a.writers[number][place] == {LEAF})
+            if joint is None or not leaf or len(region.shape) < 2 or number in sweep.joined:
+                continue
+            mine = [each for each in self.a.steps if each.operator == step.operator and _reads(each, name, region)]
+            turn = next(turn for turn, each in enumerate(mine) if each.number == number)
+            readers = [each for each in self.b.steps if any(self._is(own, joint) for _, own in each.inputs)]
+            for alike in (True, False):
+                theirs = [
+                    each
+                    for each in readers
+                    if _size(each) == _size(step)
+                    and (each.operator == step.operator if alike else each.stored.record.gemm is not None)
+                ]
+                if len(theirs) == len(mine):
+                    return self._in_chain(sweep, number, theirs[turn])
+        return None
+
+    def _in_chain(self, sweep: Sweep, number: int, other: Step) -> Counterpart | None:
+        """What B makes of a parameter, with a bias of its own: what is nearest to A's."""
+        base, found = sweep.made[number].base, list[tuple[float, Counterpart]]()
+        for late, m in enumerate(self._chain(self.b, other.number)):
+            tensor = self.joints.made_by(self.b.steps[m])
+            if tensor is not None:
+                values = nearest(self.joints.values(tensor), base)
+                far = float((values - base).nan_to_num(0, 0, 0).square().sum()) * (1 + 0.01 * late)
+                found.append((far, Counterpart(number, Joint(tensor, values), self.b.steps[m], "parameter")))
+        return min(found, key=lambda each: each[0], default=(0.0, None))[1]
+
+    def _alike(self, step: Step, other: Step, sweep: Sweep) -> int:
+        """How many operands of two calls are the same, leaves too."""
+        joints = (self.joint_of(sweep, step.number, place) for place in range(len(step.inputs)))
+        return sum(
+            joint is not None and self._is(region, joint)
+            for joint, (_, region) in zip(joints, other.inputs, strict=False)
+        )
+
+    def joint_of(self, sweep: Sweep, number: int, place: int) -> Joint | Exact | None:
+        """B's tensor for an input of a call."""
+        edge = sweep.edges.get((number, place))
+        if edge is not None:
+            return edge
+        writers = self.a.writers[number][place]
+        (writer,) = writers if len(writers) == 1 else (LEAF,)
+        return sweep.joined.get(writer)
+
+    def _is(self, region: Region, joint: Joint | Exact) -> bool:
+        """Whether B reads a joint's tensor there, however it is laid out."""
+        tensor = self.joints.of(region)
+        if tensor is None or not joint.whole:
+            return False
+        if tensor is joint.tensor:
+            return True
+        size = math.prod(region.shape)
+        return size == math.prod(joint.tensor.region.shape) and tensor.bag(self.joints) == joint.tensor.bag(self.joints)
+
+    def _product(self, sweep: Sweep, number: int, bad: set[int]) -> Counterpart | None:
+        """What B makes of the weight of a product, with what it adds or scales of its own behind that."""
+        found: list[tuple[float, Counterpart]] = []
+        pieces = self.by_weight[number]
+        first = pieces[0].step
+        chain_a = [each for each in self._chain(self.a, number) if each in bad and each in sweep.made]
+        chain_b = self._chain(self.b, first.number) if len(pieces) == 1 else [first.number]
+        for late, n in enumerate(chain_a):
+            base = sweep.made[n].base
+            for m in chain_b:
+                made = self.joints.made_by(self.b.steps[m])
+                values = None if made is None else self._assembled(base, pieces, m)
+                if values is None or made is None:
+                    continue
+                square = float(values.nan_to_num(0, 0, 0).square().sum()) or 1e-300
+                distance = float((base - values).nan_to_num(0, 0, 0).square().sum()) / square
+                counterpart = Counterpart(n, Joint(made, values, len(pieces) == 1), self.b.steps[m], "weight")
+                found.append((distance * _FARTHER ** (len(chain_a) - late), counterpart))
+        return min(found, key=lambda each: each[0], default=(0.0, None))[1]
+
+    def _assembled(self, base: torch.Tensor, pieces: list[_Piece], last: int) -> torch.Tensor | None:
+        """B's output in A's layout, A's own where B has none; `last` is the last call of B's chain of one piece."""
+        if not base.dim():
+            return None
+        width = base.shape[-1]
+        own = base.reshape(-1, width)
+        found, known = own.clone(), torch.zeros(own.shape, dtype=torch.bool)
+        for piece in pieces:
+            made = self.joints.made_by(self.b.steps[last] if len(pieces) == 1 else piece.step)
+            if made is None:
+                continue
+            values = self.joints.values(made)
+            n = piece.step.outputs[0].shape[-1] if piece.step.outputs[0] is not None else 0
+            if int(piece.rows_a.max()) >= width or int(piece.rows_b.max()) >= n or values.numel() % n:
+                continue
+            rows_a, rows_b = torch.from_numpy(piece.rows_a), torch.from_numpy(piece.rows_b)
+            if piece.tokens is not None:
+                at, of = (torch.from_numpy(np.asarray(each)) for each in piece.tokens)
+                rows = values.reshape(-1, n)
+                if not len(at) or int(at.max()) >= len(own) or int(of.max()) >= len(rows):
+                    continue
+                found[at[:, None], rows_a[None]] = rows[of[:, None], rows_b[None]]
+                known[at[:, None], rows_a[None]] = True
+            elif values.numel() // n == len(own):
+                columns = values.reshape(*values.shape[:-1], -1) if values.shape[-1] == n else values.reshape(-1, n)
+                chosen = columns[..., rows_b] if columns.shape[-1] == n else columns.reshape(-1, n)[:, rows_b]
+                like = own[:, rows_a].reshape(*base.shape[:-1], len(rows_a))
+                found[:, rows_a] = nearest(chosen, like, keep_last=True).reshape(len(own), -1)
+                known[:, rows_a] = True
+        return found.reshape(base.shape) if float(known.double().mean()) >= _KNOWN else None
+
+    def _chain(self, flow: Flow, number: int) -> list[int]:
+        """A product, and what is added to it or multiplied with: a bias, an adapter or a scale of its own."""
+        lhs = _lhs(flow.steps[number])
+        found, size = [number], _size(flow.steps[number])
+        while lhs is not None and len(found) < _LONGEST:
+            following = (
+                user
+                for user, place in flow.users[found[-1]]
+                if flow.steps[user].operator in _CHAIN
+                and _size(flow.steps[user]) == size
+                and all(
+                    at == place
+                    or not writers & flow.active
+                    or math.prod(flow.steps[user].inputs[at][1].shape) < size
+                    or all(m not in found and self._derives(flow, m, lhs.memory, found) for m in writers & flow.active)
+                    for at, writers in enumerate(flow.writers[user])
+                )
+            )
+            user = next(following, None)
+            if user is None:
+                break
+            found.append(user)
+        return found
+
+    def _derives(self, flow: Flow, number: int, memory: int, stop: list[int], depth: int = 7) -> bool:
+        """Whether a call's output comes from a tensor, from weights beside it, and from nothing else."""
+        step = flow.steps[number]
+        if not depth or step.operator not in _PRODUCTS | _CHAIN:
+            return False
+        hit = False
+        for place, writers in enumerate(flow.writers[number]):
+            if step.inputs[place][1].memory == memory:
+                hit = True
+                continue
+            if step.inputs[place][1].weight:
+                continue
+            for writer in writers & flow.active:
+                if writer in stop or not self._derives(flow, writer, memory, stop, depth - 1):
+                    return False
+                hit = True
+        return hit
+
+
+def _reads(step: Step, name: str, region: Region) -> bool:
+    """Whether a call reads the same values under a name."""
+    own = dict(step.inputs).get(name)
+    return own is not None and own.name == region.name
+
+
+def nearest(values: torch.Tensor, like: torch.Tensor, *, keep_last: bool = False) -> torch.Tensor:
+    """Values in the layout of others that is nearest to them, `float64` of their shape."""
+    shape = tuple(like.shape)
+    plain = values.reshape(shape)
+    size = float((plain - like).nan_to_num(0, 0, 0).square().sum())
+    if not size or plain.numel() > 1 << 22 or size < 0.25 * float(like.nan_to_num(0, 0, 0).square().sum()):
+        return plain
+    leading: Iterator[torch.Tensor]
+    if keep_last and values.dim() and values.shape[-1] == shape[-1]:
+        leading = (each.reshape(shape) for each in _leading(values))
+    else:
+        leading = layouts(values, shape)
+    return min(leading, key=lambda each: float((each - like).nan_to_num(0, 0, 0).square().sum()))
+
+
+def _leading(values: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Values with their dimensions but the last in each order."""
+    for each in layouts(torch.arange(values[..., 0].numel()).reshape(values.shape[:-1]), values.shape[:-1]):
+        yield values.reshape(-1, values.shape[-1])[each.reshape(-1)]
+    own = values.shape[:-1]
+    if len(own) == 2:
+        order = torch.arange(own.numel()).reshape(own).mT.reshape(-1)
+        yield values.reshape(-1, values.shape[-1])[order]
+
+
+def weight_place(step: Step) -> int | None:
+    """The place of the weight among the inputs of a product."""
+    names = ("weight", "mat2", "other")
+    return next((at for at, (name, region) in enumerate(step.inputs) if name in names and len(region.shape) == 2), None)
+
+
+def _as_rows(step: Step, weight: torch.Tensor) -> torch.Tensor:
+    """A weight with a row for each column of the output."""
+    return (weight if step.operator == "linear" else weight.mT).double()
+
+
+def _lhs(step: Step) -> Region | None:
+    """Where the left operand of a product lies."""
+    name = "input" if step.operator == "linear" else "mat1" if step.operator == "addmm" else "self"
+    return dict(step.inputs).get(name)
+
+
+def _size(step: Step) -> int:
+    region = step.outputs[0] if step.outputs else None
+    return math.prod(region.shape) if region is not None else -1

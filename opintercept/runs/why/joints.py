@@ -1,0 +1,318 @@
+"""`Joints`: finds tensors of A among those of B by their values, however they are laid out there.
+
+Invariant: what is found agrees with A's values to rounding. Constants, 0 and 1 are never found: anything has them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from opintercept._values import rounding
+from opintercept._values.stats import Values
+from opintercept.runs.program.program import Program, Region, Step
+from opintercept.runs.store.codec import role_of
+from opintercept.runs.why.flow import is_real
+from opintercept.runs.why.noise import LIMIT, Spread, unmasked
+
+_PERMUTED = 5  # dimensions whose orders are all tried
+_WIDE = 8  # numbers of a row by which it is found alone
+_MOST = 1 << 26  # numbers in the rows of one width that are looked through
+_NEAR = 64  # rows with a projection like that of a row of A that are compared with it
+_CACHED = 1 << 22  # numbers of B's tensors that are kept in memory
+
+
+class Tensor:
+    """A tensor of B.
+
+    Attributes:
+        region: Where it lies, and the name of its values.
+        makers: The places of the calls that make these values.
+        dtype: The dtype that it is stored in.
+        unit: The unit roundoff of that.
+    """
+
+    __slots__ = ("_bag", "_moments", "dtype", "makers", "region", "unit")
+
+    def __init__(self, region: Region, dtype: torch.dtype) -> None:
+        self.region, self.dtype, self.unit = region, dtype, rounding.unit(dtype)
+        self.makers: list[int] = []
+        self._moments: tuple[float, float, bool] | None = None
+        self._bag: int | None = None
+
+    def moments(self, joints: Joints) -> tuple[float, float, bool]:
+        """The sum and the norm of the numbers that are finite, and whether all are the same."""
+        if self._moments is None:
+            values = joints.values(self)
+            flat = unmasked(values).reshape(-1)
+            self._moments = float(flat.sum()), float(flat.norm()), is_trivial(values)
+        return self._moments
+
+    def bag(self, joints: Joints) -> int:
+        """A number that is the same for the same numbers in any order."""
+        if self._bag is None:
+            self._bag = _bag(joints.values(self))
+        return self._bag
+
+
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """A tensor of A that B has, too.
+
+    Attributes:
+        tensor: B's tensor, or the first of those that have its rows.
+        values: B's values in A's layout, `float64`.
+        whole: Whether one tensor of B has all of it, and no more.
+        others: The other tensors that have its rows.
+    """
+
+    tensor: Tensor
+    values: torch.Tensor
+    whole: bool = True
+    others: tuple[Tensor, ...] = ()
+
+    @property
+    def makers(self) -> set[int]:
+        """The places of the calls of B that make it."""
+        return {maker for each in (self.tensor, *self.others) for maker in each.makers}
+
+
+class Exact(NamedTuple):
+    """A tensor of A that B has bit for bit; its values are read when they are asked for."""
+
+    tensor: Tensor
+    joints: Joints
+    shape: tuple[int, ...]
+    whole: bool = True
+
+    @property
+    def makers(self) -> set[int]:
+        """The places of the calls of B that make it."""
+        return {*self.tensor.makers}
+
+    @property
+    def values(self) -> torch.Tensor:
+        """B's values in A's layout, `float64`."""
+        return self.joints.values(self.tensor).reshape(self.shape)
+
+
+class Joints:
+    """The real tensors that a program reads and makes.
+
+    Args:
+        program: B's program.
+        steps: Its calls.
+    """
+
+    def __init__(self, program: Program, steps: list[Step]) -> None:
+        self.program = program
+        self._by_name: dict[str, Tensor] = {}
+        self._by_size: dict[int, list[Tensor]] = defaultdict(list)
+        self._by_content: dict[tuple[str, str], Tensor] = {}
+        self._rows: dict[int, _Rows | None] = {}
+        self._cache: dict[str, torch.Tensor] = {}
+        self._cached = 0
+        for step in steps:
+            for name, own in step.inputs:
+                self._add(own, step.stored.values.get(name))
+            for place, region in enumerate(step.outputs):
+                found = None if region is None else self._add(region, step.stored.values.get(role_of(place)))
+                if found is not None:
+                    found.makers.append(step.number)
+
+    def _add(self, region: Region, values: Values | None) -> Tensor | None:
+        if region.name is None or not is_real(self.program, region) or not math.prod(region.shape):
+            return None
+        found = self._by_name.get(region.name)
+        if found is None:
+            kind = self.program.dtype(region)
+            found = self._by_name[region.name] = Tensor(region, DTYPES.get(kind, torch.float32))
+            self._by_size[math.prod(region.shape)].append(found)
+            if values is None or values.min is None or values.min != values.max:
+                self._by_content.setdefault((content_of(region.name), kind), found)
+        return found
+
+    def of(self, region: Region | None) -> Tensor | None:
+        """B's tensor of a region."""
+        return None if region is None or region.name is None else self._by_name.get(region.name)
+
+    def of_shape(self, shape: tuple[int, ...]) -> list[Tensor]:
+        """B's tensors of a shape that no call makes."""
+        return [each for each in self._by_size[math.prod(shape)] if each.region.shape == shape and not each.makers]
+
+    def made_by(self, step: Step) -> Tensor | None:
+        """The first output of a call of B."""
+        return self.of(step.outputs[0]) if step.outputs else None
+
+    def values(self, tensor: Tensor) -> torch.Tensor:
+        """Its values, `float64` in its own shape."""
+        name = tensor.region.name
+        assert name is not None
+        if name not in self._cache:
+            read = self.program.value(tensor.region).double()
+            if self._cached + read.numel() > _CACHED:
+                self._cache.clear()
+                self._cached = 0
+            if read.numel() > _CACHED:
+                return read
+            self._cache[name] = read
+            self._cached += read.numel()
+        return self._cache[name]
+
+    def exact(self, program: Program, region: Region) -> Exact | None:
+        """The tensor of B with the same bits as a recorded tensor of A, in the same order."""
+        if region.name is None:
+            return None
+        found = self._by_content.get((content_of(region.name), program.dtype(region)))
+        if found is None or math.prod(found.region.shape) != math.prod(region.shape):
+            return None
+        return None if math.prod(region.shape) == 1 and found.moments(self)[2] else Exact(found, self, region.shape)
+
+    def has_bits(self, program: Program, region: Region) -> bool:
+        """Whether B has a tensor with the same bits, were it but a constant."""
+        name, kind = region.name, program.dtype(region)
+        return name is not None and any(
+            content_of(each.region.name or "") == content_of(name) and self.program.dtype(each.region) == kind
+            for each in self._by_size[math.prod(region.shape)]
+        )
+
+    def find(self, spread: Spread, *, by_rows: bool = True) -> Joint | None:
+        """The tensor of B with the values of A, to rounding; of several the nearest."""
+        base = spread.base
+        if is_trivial(base) or not base.numel():
+            return None
+        flat = unmasked(base).reshape(-1)
+        total, norm, count = float(flat.sum()), float(flat.norm()), flat.numel()
+        best: tuple[float, Joint] | None = None
+        for tensor in self._by_size[count]:
+            noise = spread.usual(tensor.unit)
+            if not spread.tells(tensor.unit):
+                continue
+            sums, norms, trivial = tensor.moments(self)
+            far = LIMIT * noise * math.sqrt(count)
+            if trivial or abs(norms - norm) > far or abs(sums - total) > far * math.sqrt(count):
+                continue
+            for values in layouts(self.values(tensor), tuple(base.shape)):
+                if spread.ratio(values, tensor.unit) <= LIMIT:
+                    distance = float((base - values).nan_to_num(0, 0, 0).square().sum())
+                    if best is None or distance < best[0]:
+                        best = distance, Joint(tensor, values)
+                    break
+            if best is not None and best[0] == 0:
+                break
+        if best is not None:
+            return best[1]
+        return self._find_rows(spread) if by_rows and base.dim() > 1 and base.shape[-1] >= _WIDE else None
+
+    def _find_rows(self, spread: Spread) -> Joint | None:
+        """Each row of A in some tensor of B, as where B computes in pieces."""
+        base = spread.base
+        width = base.shape[-1]
+        if width not in self._rows:
+            self._rows[width] = self._rows_of(width)
+        table, x = self._rows[width], base.reshape(-1, width)
+        if table is None or len(x) < 2 or not bool(x.isfinite().all()):
+            return None
+        noise = spread.rows(table.unit).expand(*base.shape[:-1], 1).reshape(-1)
+        if bool((noise > 0.2 * x.std(1).clamp_min(1e-300)).any()):
+            return None
+        return table.find(self, x, noise, base.shape)
+
+    def _rows_of(self, width: int) -> _Rows | None:
+        wide = [
+            each
+            for each in self._by_name.values()
+            if len(each.region.shape) > 1 and each.region.shape[-1] == width and not each.region.weight
+            if not each.moments(self)[2]
+        ]
+        size = sum(math.prod(each.region.shape) for each in wide)
+        return _Rows(self, wide, width) if wide and size <= _MOST else None
+
+
+class _Rows:
+    """The rows of one width, by their projections on a random direction."""
+
+    def __init__(self, joints: Joints, tensors: list[Tensor], width: int) -> None:
+        direction = torch.randn(width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        self._direction = direction / direction.norm()
+        self._tensors = tensors
+        self.unit = max(each.unit for each in tensors)
+        projections, which, rows = [], [], []
+        for number, each in enumerate(tensors):
+            values = joints.values(each).reshape(-1, width) @ self._direction
+            projections.append(values.nan_to_num(math.inf, math.inf, math.inf))
+            which.append(torch.full((len(values),), number))
+            rows.append(torch.arange(len(values)))
+        found = torch.cat(projections)
+        order = found.argsort()
+        self._projections, self._which, self._row = found[order], torch.cat(which)[order], torch.cat(rows)[order]
+
+    def find(self, joints: Joints, x: torch.Tensor, noise: torch.Tensor, shape: torch.Size) -> Joint | None:
+        width = x.shape[1]
+        projections, far = x @ self._direction, 1.5 * LIMIT * noise * math.sqrt(width)
+        low = torch.searchsorted(self._projections, projections - far).tolist()
+        high = torch.searchsorted(self._projections, projections + far).tolist()
+        found, used = torch.empty_like(x), dict[int, Tensor]()
+        for row, (start, end) in enumerate(zip(low, high, strict=True)):
+            best, nearest = math.inf, None
+            for at in range(start, min(end, start + _NEAR)):
+                candidate = self._tensors[int(self._which[at])]
+                values = joints.values(candidate).reshape(-1, width)[int(self._row[at])]
+                distance = float((values - x[row]).square().mean().sqrt() / noise[row])
+                if distance < best:
+                    best, found[row], nearest = distance, values, candidate
+                if best == 0:
+                    break
+            if best > LIMIT or nearest is None:
+                return None
+            used.setdefault(id(nearest), nearest)
+        first, *others = used.values()
+        return Joint(first, found.reshape(shape), False, tuple(others))
+
+
+def layouts(values: torch.Tensor, shape: tuple[int, ...]) -> Iterator[torch.Tensor]:
+    """Values in a shape, by each order of the dimensions of either, most likely first."""
+    yield values.reshape(shape)
+    own = tuple(values.shape)
+    if len(own) <= _PERMUTED:
+        wide = [place for place, size in enumerate(own) if size > 1]
+        for order in itertools.permutations(range(len(own))):
+            if [place for place in order if own[place] > 1] != wide:
+                yield values.permute(order).reshape(shape)
+    if len(shape) <= _PERMUTED:
+        for order in itertools.permutations(range(len(shape))):
+            if list(order) != sorted(order):
+                back = [order.index(place) for place in range(len(order))]
+                yield values.reshape([shape[place] for place in order]).permute(back)
+
+
+def is_trivial(values: torch.Tensor) -> bool:
+    """Whether anything may have these values: 0, 1, -1, or one number everywhere."""
+    flat = values.reshape(-1)
+    if len(flat) == 1:
+        return abs(float(flat[0])) in (0.0, 1.0) or not bool(flat.isfinite())
+    return bool((flat == flat[:1]).all()) if len(flat) else True
+
+
+def content_of(name: str) -> str:
+    """The hash of a recorded tensor's content, which its name has."""
+    return name.rpartition("/")[2].partition("-")[0]
+
+
+def _bag(values: torch.Tensor) -> int:
+    bits = (values.reshape(-1) + 0.0).view(torch.int64)
+    mixed = (bits ^ (bits >> 31)) * 0x2545F4914F6CDD1D
+    return int(((mixed ^ (mixed >> 29)) * 0x5851F42D4C957F2D).sum()) ^ values.numel()
+
+
+DTYPES = {
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
+}
+"""The dtypes of real numbers, by the names that safetensors has for them."""

@@ -1,0 +1,310 @@
+"""`judged_products`: what B does otherwise than A where both runs hold products only, so that nothing can be replayed.
+
+Invariant: a difference that is gone at the next joined products accuses nobody, and neither does one that comes from a
+cause before it. Needs numpy. Imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from opintercept._core.errors import OpInterceptError
+from opintercept._core.text import counted, listed, printable
+from opintercept.runs.program.names import module_name
+from opintercept.runs.program.words import WIDTH
+from opintercept.runs.store.codec import StoredCall
+from opintercept.runs.store.run import Run
+from opintercept.runs.why.answer import Answer, Cause, CauseKind, Place, Verdict
+from opintercept.runs.why.common_calls import JoinedCalls, linked
+from opintercept.runs.why.common_weights import Joining, Side
+from opintercept.runs.why.products.figures import Comparing, Figures
+from opintercept.runs.why.products.rows import dtype_of, eps_of
+
+_ROUNDINGS = 5.0  # how many roundings of their dtype the operators between two products may take
+_GROWTH = 2.0  # and how many times they may enlarge the usual error: by 1.5 in most clean pairs
+_WORST_GROWTH = 3.0  # and that of the worst row: by 2.7 there
+_CLEAR = 10.0  # how far beyond rounding a difference is of which one sees that it is gone
+_GONE = 2  # inputs that agree where a difference is gone
+_THROUGHOUT = 0.2  # of the products, and not only one, have what is no cause of its own
+_SHOWN = 4  # rows, places and reasons that are named
+
+
+def judged_products(a: Run, b: Run) -> Answer:
+    """Say what B does otherwise than A, by what both have recorded of their products.
+
+    Raises:
+        OpInterceptError: No product of one run could be joined with one of the other.
+    """
+    one, other = Side.of(a), Side.of(b)
+    joining = Joining(one, other)
+    links = linked(joining)
+    if not links.of_a:
+        reasons = sorted({*one.reasons.values(), *other.reasons.values()})[:3]
+        raise OpInterceptError(
+            f"no call of {str(a.path)!r} can be joined with one of {str(b.path)!r}: "
+            f"{'; '.join(reasons) or 'their weights have no rows in common'}; record a forward pass of the same "
+            "weights in both programs, with tensors='full', or compare programs of the same modules with `opintercept "
+            "diff A B`"
+        )
+    judge = _Sweeping(joining, links)
+    judge.sweep()
+    names = [[(module_name(call.record.module), call.record.op) for call in side.calls] for side in (one, other)]
+    return Answer(
+        a=a.head(),
+        b=b.head(),
+        verdict=judge.verdict(),
+        same_program=names[0] == names[1],
+        operators="products",
+        joined=sum(each.reason is None for each in judge.figures.values()),
+        calls=len(one.calls),
+        upto=f"the last product, {_place(one.calls[judge.last])}" if judge.last >= 0 else "",
+        causes=tuple(judge.causes),
+        coarser=tuple(judge.coarser),
+        rewritten=tuple(judge.rewritten),
+        notes=(*judge.notes(),),
+    )
+
+
+@dataclass(slots=True)
+class _Suspect:
+    """What a call does otherwise, which is a cause unless the difference goes away."""
+
+    causes: list[Cause]
+    input: str | None  # the hash of its input
+    whole: bool  # whether all rows of a weight differ, for which a factor elsewhere may make up
+
+
+@dataclass(slots=True)
+class _Sweeping:
+    joining: Joining
+    links: JoinedCalls
+    causes: list[Cause] = field(default_factory=list)
+    coarser: list[Cause] = field(default_factory=list)
+    rewritten: list[Place] = field(default_factory=list)
+    figures: dict[int, Figures] = field(default_factory=dict)
+    last: int = -1  # the last call of A that was compared
+    whole: bool = False  # whether the gradient of its output was compared, which comes from the loss
+    _open: list[_Suspect] = field(default_factory=list)
+    _gone: list[_Suspect] = field(default_factory=list)
+    _peak: float = 0.0  # the largest difference since the first of these, in units of what may be rounding
+    _agreed: set[str | None] = field(default_factory=set)  # inputs of calls that agree since the last difference
+    _equal: set[int] = field(default_factory=set)  # weights of A that were equal in an earlier call
+    _few: set[int] = field(default_factory=set)  # calls with a format that only few have
+
+    def sweep(self) -> None:
+        """Go through A's calls in their order; what differs in neither input nor operands is how far rounding goes."""
+        a, b, of_a = self.joining.a, self.joining.b, self.links.of_a
+        comparing = Comparing(self.joining, self.links)
+        weighted = [number for number in sorted(of_a) if any(match is not None for _, match in of_a[number])]
+        self.figures = {number: comparing.product(number) for number in weighted}
+        self._find_throughout()
+        eps = {n: max(eps_of(dtype_of(c, "lhs")) for c in (a.calls[n], b.calls[of_a[n][0][0]])) for n in of_a}
+        usual = Counter(eps.values()).most_common(1)[0][0]
+        noise, mean, coarse = 0.0, 0.0, 0.0
+        seen: set[int] = set()
+        for number in sorted(of_a):
+            if a.weight[number] in seen:  # a forward pass begins, where nothing of the last one is left
+                self._settle()
+                self._compare_gradients(comparing, _WORST_GROWTH * noise + coarse + _ROUNDINGS * usual)
+                seen.clear()
+            seen |= {a.weight[number]} - {-1}
+            few = number in self._few
+            allowed = coarse + _ROUNDINGS * (usual if few else max(eps[number], usual))  # others may round its operands
+            found = self.figures.get(number) or comparing.neighbours(number, _WORST_GROWTH * noise + allowed)
+            self.figures[number] = found
+            if found.output is None:
+                continue
+            self.last = number
+            own = 0.0 if found.rows or few else found.weight
+            limit = _WORST_GROWTH * max(noise, own) + allowed
+            far = found.usual[0] > math.hypot(_GROWTH * max(mean, own), allowed)  # independent errors add up so
+            moved = far or not found.input[1] <= limit  # NaN is off
+            self._judge(number, found, moved, allowed, limit)
+            if not (self._open or self.causes or moved):
+                noise, coarse = max(noise, found.output, found.input[0]), max(coarse, found.weight)
+                mean = max(mean, *found.usual)
+        self._settle()
+        self._compare_gradients(comparing, _WORST_GROWTH * noise + coarse + _ROUNDINGS * usual)
+
+    def _compare_gradients(self, comparing: Comparing, limit: float) -> None:
+        """Compare what comes back to the last product from the loss, where a program trains."""
+        far = comparing.gradients(self.last) if self.last >= 0 and not self.causes else None
+        self.whole = far is not None
+        if far is not None and not far <= limit:
+            what = "gets another gradient of its output, so its output is used otherwise, up to the loss"
+            self.causes.append(self._cause(self.last, "operand", what))
+
+    def _find_throughout(self) -> None:
+        """Sort out what many products have: weights in another format, or results that are rounded more."""
+        of: dict[tuple[str, str], list[int]] = {}
+        for number, found in self.figures.items():
+            labels = [found.formats] if found.formats is not None else []
+            labels += [("result", name) for name, far in zip("AB", found.roundings, strict=True) if far > 1]
+            for label in labels:
+                of.setdefault(label, []).append(number)
+        for (one, other), numbers in of.items():
+            throughout = len(numbers) > 1 and len(numbers) >= _THROUGHOUT * len(self.figures)
+            if one == "result" and throughout:
+                for number in numbers:
+                    self.figures[number].roundings = 0.0, 0.0
+            elif one != "result" and not throughout:
+                self._few.update(numbers)
+            if throughout:
+                kind, what = self._format(numbers[0], one, other)
+                where = f"in {len(numbers)} of {len(self.figures)} products"
+                self.coarser.append(self._cause(numbers[0], kind, f"{what}, {where}"))
+
+    def _format(self, number: int, one: str, other: str) -> tuple[CauseKind, str]:
+        if one == "result":
+            return "result", f"rounds results {'less' if other == 'A' else 'more'} than A, which its dtype does not say"
+        calls = self.joining.a.calls[number], self.joining.b.calls[self.links.of_a[number][0][0]]
+        own, theirs = (str(dtype_of(call, "lhs")).removeprefix("torch.") for call in calls)
+        if own != theirs:
+            return "dtype", f"computes in {theirs} where A uses {own}"
+        return "weight", f"has {other} weights where A has {one} ones"
+
+    def _judge(self, number: int, found: Figures, moved: bool, allowed: float, limit: float) -> None:
+        """Open a suspect for what differs here by itself, and settle older ones that are gone."""
+        assert found.output is not None
+        off = not found.output <= limit
+        inherited = bool(self.causes or self._open)
+        made_up = found.drop_made_up(math.inf if inherited else limit)
+        own = [*self._own(number, found, off, inherited, allowed)]
+        operands = found.heads.operands if found.heads is not None else ("input",) if moved else ()
+        visible = off or found.effect > allowed
+        if (made_up or (operands and not visible)) and not (inherited or own):
+            self.rewritten.append(_place(self.joining.a.calls[number]))
+        explained = any(each.kind == "dtype" or "updated" in each.what for each in own)  # by what rounds or trains it
+        if operands and visible and not (made_up or inherited or explained or self._reopened()):
+            own.append(self._input(number, found, operands))
+        if off and (moved or own):
+            self._peak, self._agreed = max(self._peak, found.output / limit if limit else math.inf), set()
+        if own:
+            weight = self.joining.a.weight[number]
+            rows = len(self.joining.a.weights[weight].left) if weight >= 0 else 0
+            self._open.append(_Suspect(own, self._input_of(number), whole=0 < rows == len(found.rows)))
+        elif not off and (made_up or not moved):
+            self._agreed.add(self._input_of(number))
+            if len(self._agreed - {each.input for each in self._open}) >= _GONE:
+                self._settle()
+
+    def _own(self, number: int, found: Figures, off: bool, inherited: bool, allowed: float) -> Iterator[Cause]:
+        """What differs in a call by itself, whatever its input is."""
+        weight, parameter = self.joining.a.weight[number], self._is_parameter(number)
+        for side, far in zip("AB", found.roundings, strict=True):
+            if far > 1:
+                what = f"is {far:.2g} times what rounding allows away from what its operands make"
+                yield self._cause(
+                    number, "result", f"{'is right: its result in A ' if side == 'A' else 'has a result that '}{what}"
+                )
+        if parameter and weight in self._equal and (found.rows or found.bias):
+            if not inherited:
+                yield self._cause(number, "weight", "has updated its weight otherwise")
+        elif found.rows and parameter:
+            yield self._cause(number, "weight", f"has another weight in {_rows(found.rows, 'row')}")
+        elif found.rows and not inherited and min(found.weight, found.output or 0.0) > allowed:
+            yield self._cause(number, "operand", f"multiplies by another operand, in {_rows(found.rows, 'row')}")
+        elif not found.bias and weight >= 0:
+            self._equal.add(weight)
+        if found.bias and weight not in self._equal:
+            yield self._cause(number, "weight", f"adds another bias in {_rows(found.bias, 'element')}")
+        if found.formats is not None and number in self._few and off:
+            yield self._cause(number, *self._format(number, *found.formats))
+        for what in found.heads.arguments if found.heads is not None else ():
+            yield self._cause(number, "argument", what)
+
+    def _input(self, number: int, found: Figures, operands: tuple[str, ...]) -> Cause:
+        """The cause of a call whose input is another one, with the products before it: all that have the same input."""
+        calls, after = self.joining.a.calls, list[Place]()
+        before = number - 1 if self.joining.a.attentions.get(number) is None else number - 2
+        while before >= 0 and calls[before].rank == calls[number].rank:
+            after.insert(0, _place(calls[before]))
+            if not before or self._input_of(before - 1) is None or self._input_of(before - 1) != self._input_of(before):
+                break
+            before -= 1
+        what = f"has {'another' if len(operands) == 1 else 'other'} {' and '.join(operands)}{found.where}"
+        if operands == ("heads",):
+            what = "has heads in another order"
+        made = f", made after {listed([*map(str, after)], _SHOWN)}" if after else ""
+        return replace(self._cause(number, "operand", f"{what}{made}"), after=tuple(after))
+
+    def _reopened(self) -> bool:
+        """Take back that a difference was gone, where another one arises that it may explain, as by another branch."""
+        again = [cause for each in self._gone if not each.whole for cause in each.causes]
+        self.rewritten = [each for each in self.rewritten if each not in [cause.place for cause in again]]
+        self._gone = [each for each in self._gone if each.whole]
+        self.causes += again
+        return bool(again)
+
+    def _settle(self) -> None:
+        """Decide about the suspects: what is clearly gone accuses nobody."""
+        if self._agreed - {each.input for each in self._open} and self._peak > _CLEAR:
+            self._gone += self._open
+            self.rewritten += [each.causes[0].place for each in self._open]
+        else:
+            known = {(cause.kind, cause.what) for cause in self.causes}
+            new = [cause for each in self._open for cause in each.causes if (cause.kind, cause.what) not in known]
+            self.causes += {(cause.kind, cause.what): cause for cause in reversed(new)}.values()
+            self.causes.sort(key=lambda cause: cause.place.index)
+        self._open, self._agreed, self._peak = [], set(), 0.0
+
+    def _is_parameter(self, number: int) -> bool:
+        """Whether the right operand of a call may be a parameter; what a program computes is also joined by rows."""
+        a, b, weight = self.joining.a, self.joining.b, self.joining.a.weight[number]
+        if weight < 0:
+            return True  # the weights of a recurrent layer, which have names
+        calls = (a, number), *((b, each) for each, _ in self.links.of_a[number])
+        known = [side.parameters.get(each) for side, each in calls if True in side.parameters.values()]
+        return a.weights[weight].sure and (None in known or True in known or not known)
+
+    def _input_of(self, number: int) -> str | None:
+        values = self.joining.a.calls[number].values.get("lhs")
+        return values.hash if values is not None else None
+
+    def _cause(self, number: int, kind: CauseKind, what: str) -> Cause:
+        other = self.joining.b.calls[self.links.of_a[number][0][0]]
+        return Cause(kind, what, _place(self.joining.a.calls[number]), other=_place(other))
+
+    def verdict(self) -> Verdict:
+        """The answer in a word; what the programs compute after the last product may differ, unless gradients agree."""
+        if self.causes or self.coarser:
+            return "difference" if self.causes else "coarser"
+        if not self.whole:
+            return "not compared"
+        return "rounding" if any(each.output for each in self.figures.values()) else "equal"
+
+    def notes(self) -> Iterator[str]:
+        """What was not compared, and why."""
+        if any(each.kind == "operand" for each in self.causes):
+            yield "only products were recorded: `--ops all` for both runs shows what makes an input another one"
+        elif not self.whole:
+            yield "only products were recorded: what the programs compute after the last one is not compared"
+        last = [self.joining.b.calls[number] for number, _ in self.links.of_a.get(self.last, ())]
+        if last and len({call.record.bias is None for call in (*last, self.joining.a.calls[self.last])}) > 1:
+            yield "not compared: the bias of the last product, which only one run adds within it"
+        apart = [*self._apart()]
+        first = dict(reversed(apart))
+        for (run, reason), count in Counter(key for key, _ in apart).most_common(_SHOWN):
+            calls = f"{counted(count, 'product')} of {run.upper()}, the first in {_place(first[run, reason])}"
+            yield f"not compared: {calls}: {printable(reason, 4 * WIDTH)}"
+
+    def _apart(self) -> Iterator[tuple[tuple[str, str], StoredCall]]:
+        for number, found in sorted(self.figures.items()):
+            if found.reason is not None:
+                yield ("a", found.reason), self.joining.a.calls[number]
+        for (name, number), reason in sorted(self.links.reasons.items()):
+            side = self.joining.a if name == "a" else self.joining.b
+            if number not in (self.links.of_a if name == "a" else self.links.of_b):
+                yield (name, reason), side.calls[number]
+
+
+def _place(call: StoredCall) -> Place:
+    return Place(call.record.index, call.record.op, call.record.module, call.record.source)
+
+
+def _rows(errors: dict[int, float], noun: str) -> str:
+    """`"rows 3, 17 (by up to 0.02)"`."""
+    return f"{noun}{'s' * (len(errors) > 1)} {listed(sorted(errors), _SHOWN)} (by up to {max(errors.values()):.2g})"

@@ -1,0 +1,60 @@
+"""Recognises weights and products that are those of another run in fewer bits. Imports torch."""
+
+from __future__ import annotations
+
+import torch
+
+from opintercept._values import rounding
+from opintercept.runs.why.weights import gaps_of, grid_of
+
+_HALF = 0.55  # of the distance of two levels that a rounded number may be off
+_SLACK = 1e-6  # of the largest number, which scales of their own may move
+_VALUES = 256  # that numbers of eight bits have
+_STEPS = 127  # of eight bits from 0 to the largest number
+
+
+def quantised(a: torch.Tensor, b: torch.Tensor) -> tuple[str, torch.Tensor]:
+    """How the rows `b` are those of `a` in fewer bits, in words, and which rows are not.
+
+    Args:
+        a: The rows, `float64[n, k]`.
+        b: The same rows, as the other run has them.
+
+    Returns:
+        `"bfloat16"`, `"a grid of int8 or int4"`, `"few levels"` or `"float8"`, empty if most rows are not; and a flag
+        for each row that is off by more than that.
+    """
+    off, size = (a - b).abs(), a.abs().max() * _SLACK
+    nothing = torch.zeros(len(a), dtype=torch.bool)
+    if not bool(off.any()):
+        return "", nothing
+    for dtype in (torch.bfloat16, torch.float16):
+        if torch.equal(b.to(dtype).double(), b):
+            wrong = (off > 1.01 * rounding.unit(dtype) * a.abs() + size * 1e-3).any(1)
+            if float(wrong.double().mean()) <= 0.25:
+                return str(dtype).removeprefix("torch."), wrong
+    for levels, name in ((grid_of, "a grid of int8 or int4"), (gaps_of, "few levels")):
+        apart = levels(b)
+        wrong = ((apart <= 0) | (off > _HALF * apart + size)).any(1)
+        if float(wrong.double().mean()) <= 0.25:
+            return name, wrong
+    if len(b.unique()) <= _VALUES < b.numel():
+        wrong = (off > 2.0**-4 * b.abs() + b.abs().max() / 2**14).any(1)
+        if float(wrong.double().mean()) <= 0.25:
+            return "float8", wrong
+    return "", nothing
+
+
+def within_eight_bits(x: torch.Tensor, rows: torch.Tensor, exact: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Which elements of a product are as near as operands of eight bits bring it, `bool[m, n]`.
+
+    Args:
+        x: The left operand, `float64[m, k]`.
+        rows: The rows of the weight, `float64[n, k]`.
+        exact: Their product, `float64[m, n]`.
+        other: What the other run has.
+    """
+    step_x = (x.max() - x.min()).abs().clamp_min(x.abs().max()) / _STEPS
+    step_w = rows.abs().max() / _STEPS
+    variance = (step_x.square() * rows.square().sum(1)[None] + step_w.square() * x.square().sum(1)[:, None]) / 12
+    return (other - exact).abs() <= rounding.SIGMA * variance.sqrt() + step_x * step_w

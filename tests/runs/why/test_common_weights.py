@@ -1,0 +1,95 @@
+"""Rows of weights are found whatever their layout, and calls are joined by them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from opintercept import intercept, runs
+from opintercept.runs.why.common_calls import JoinedCalls, linked
+from opintercept.runs.why.common_weights import Joining, Side
+from opintercept.runs.why.weights import fingerprints
+
+
+def joined(folder: Path, one: Callable[[], Any], other: Callable[[], Any]) -> tuple[Joining, JoinedCalls]:
+    sides = []
+    for name, program in (("a", one), ("b", other)):
+        with torch.no_grad(), intercept(runs.RunRecorder(folder / name, "full")):
+            program()
+        sides.append(Side.of(runs.open_run(folder / name)))
+    joining = Joining(*sides)
+    return joining, linked(joining)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 6), st.integers(1, 40), st.integers(0, 2**31))
+def test_fingerprints_are_those_of_rows_and_not_of_layouts(n: int, k: int, seed: int) -> None:
+    rows = torch.randn(n, k, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+    found = fingerprints(rows)
+    for same in (rows.float(), rows.double(), rows.mT.contiguous().mT, rows.repeat(1, 2)[:, :k]):
+        assert np.array_equal(fingerprints(same), found)
+    order = torch.randperm(k)
+    assert np.array_equal(fingerprints(rows[:, order], ordered=False), fingerprints(rows, ordered=False))
+    changed = rows.clone()
+    changed[0, k // 2] += 1
+    assert fingerprints(changed)[0] != found[0]
+    assert np.array_equal(fingerprints(changed)[1:], found[1:])
+
+
+def test_tied_weights_are_joined_call_by_call(tmp_path: Path) -> None:
+    shared, apart = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
+    apart.weight.data = shared.weight.data.clone()
+    x = torch.randn(3, 16)
+    _, links = joined(tmp_path, lambda: shared(shared(x)), lambda: apart(shared(x)))
+    assert {a: [b for b, _ in found] for a, found in links.of_a.items()} == {0: [0], 1: [1]}
+
+
+def test_equal_rows_are_joined_in_their_order(tmp_path: Path) -> None:
+    whole, x = torch.randn(8, 16), torch.randn(3, 16)
+    whole[2] = whole[5]
+    whole[6:] = 0.0
+    joining, links = joined(tmp_path, lambda: x @ whole.mT, lambda: (x @ whole[:4].mT, x @ whole[4:].mT))
+    found = [dict(zip(each.rows_a.tolist(), each.rows_b.tolist(), strict=True)) for each in joining.matches]
+    assert found == [{row: row for row in range(4)}, {row + 4: row for row in range(4)}]
+    assert links.of_b == {0, 1}
+
+
+def permuted(w: torch.Tensor) -> torch.Tensor:
+    return w[:, torch.randperm(32, generator=torch.Generator().manual_seed(1))].contiguous()
+
+
+FORMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "rows": lambda w: w.flip(0),
+    "permuted": permuted,
+    "values": lambda w: w + 0.01 * torch.randn_like(w),
+    "neighbours": torch.randn_like,
+}
+
+
+@pytest.mark.parametrize("by", FORMS)
+def test_how_weights_were_joined_is_known(by: str, tmp_path: Path) -> None:
+    w, last, x = torch.randn(8, 32), torch.randn(4, 8), torch.randn(3, 32)
+    other = FORMS[by](w)
+    joining, links = joined(tmp_path, lambda: x @ w.mT @ last.mT, lambda: x @ other.mT @ last.mT)
+    assert {joining.by(match) for _, match in links.of_a[0] if match is not None} == {by}
+
+
+def test_a_parameter_that_changes_in_place_stays_the_same_weight(tmp_path: Path) -> None:
+    layer, x = nn.Linear(16, 16), torch.randn(3, 16)
+
+    def trained() -> None:
+        for _ in range(3):
+            layer(x)
+            layer.weight.add_(torch.randn(16, 16))
+
+    joining, links = joined(tmp_path, trained, trained)
+    assert [side.weight for side in (joining.a, joining.b)] == [[0, 0, 0]] * 2
+    assert {a: [b for b, _ in found] for a, found in links.of_a.items()} == {0: [0], 1: [1], 2: [2]}

@@ -1,0 +1,152 @@
+"""Judgement by outcome: what differs and stays so is accused, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from opintercept import OpInterceptError, intercept, runs
+from opintercept.runs.why.noise import LIMIT, Spread
+
+Program = Callable[[], Any]
+
+
+def why(folder: Path, a: Program, b: Program, *, trains: bool = False) -> runs.Answer:
+    recorded = []
+    for name, program in (("a", a), ("b", b)):
+        torch.manual_seed(0)
+        recorder = runs.RunRecorder(folder / name, tensors="full")
+        with torch.set_grad_enabled(trains), intercept(recorder, ops="all"):
+            program()
+        recorded.append(runs.open_run(folder / name))
+    return runs.why(*recorded)
+
+
+def layers(seed: int = 0, width: int = 16) -> tuple[nn.Linear, nn.Linear, Tensor]:
+    torch.manual_seed(seed)
+    return nn.Linear(width, width), nn.Linear(width, 4), torch.randn(6, width)
+
+
+def test_the_same_program_twice_is_equal(tmp_path: Path) -> None:
+    one, two, x = layers()
+    found = why(tmp_path, lambda: two(one(x).relu()), lambda: two(one(x).relu()))
+    assert (found.verdict, found.causes, found.equal) == ("equal", (), True)
+
+
+def test_a_number_of_a_call_is_named_with_its_share_of_the_loss(tmp_path: Path) -> None:
+    one, two, x = layers()
+
+    def program(slope: float) -> Program:
+        return lambda: F.leaky_relu(one(x), slope).mul(two.weight[0]).square().mean().backward()
+
+    found = why(tmp_path, program(0.01), program(0.2), trains=True)
+    (cause,) = found.causes
+    assert (cause.kind, cause.what) == ("argument", "uses negative_slope=0.2 where A uses 0.01")
+    assert cause.share == pytest.approx(1, abs=1e-4)  # the losses are of float32
+    assert not found.equal
+
+
+def test_a_rewriting_that_is_gone_at_the_next_joint_accuses_nobody(tmp_path: Path) -> None:
+    one, two, x = layers()
+    scaled = nn.Linear(16, 16)
+    scaled.weight.data, scaled.bias.data = one.weight.data * 3, one.bias.data * 3
+    found = why(tmp_path, lambda: two(one(x).tanh()), lambda: two((scaled(x) / 3).tanh()))
+    assert (found.verdict, found.causes) == ("rounding", ())
+
+
+def test_weights_in_another_dtype_accuse_nobody(tmp_path: Path) -> None:
+    one, two, x = layers()
+    low = [nn.Linear(16, 16).bfloat16(), nn.Linear(16, 4).bfloat16()]
+    for layer, own in zip(low, (one, two), strict=True):
+        layer.load_state_dict(own.state_dict())
+    found = why(tmp_path, lambda: two(one(x).relu()), lambda: low[1](low[0](x.bfloat16()).relu()))
+    assert (found.verdict, found.causes) == ("rounding", ())
+
+
+def test_weights_of_fewer_bits_are_told_once(tmp_path: Path) -> None:
+    one, two, x = layers()
+    coarse = [nn.Linear(16, 16), nn.Linear(16, 4)]
+    for layer, own in zip(coarse, (one, two), strict=True):
+        scale = own.weight.data.abs().amax(1, keepdim=True) / 127
+        layer.weight.data, layer.bias.data = (own.weight.data / scale).round() * scale, own.bias.data
+    found = why(tmp_path, lambda: two(one(x).relu()), lambda: coarse[1](coarse[0](x).relu()))
+    assert (found.verdict, found.causes, len(found.coarser)) == ("coarser", (), 1)
+    assert "int8" in found.coarser[0].what
+
+
+def test_a_row_of_a_weight_is_named(tmp_path: Path) -> None:
+    one, two, x = layers()
+    other = nn.Linear(16, 16)
+    other.load_state_dict(one.state_dict())
+    other.weight.data[3] *= 1.5
+    found = why(tmp_path, lambda: two(one(x).relu()), lambda: two(other(x).relu()))
+    (cause,) = found.causes
+    assert cause.kind == "weight"
+    assert "row 3 of 16" in cause.what
+
+
+def test_a_loss_that_agrees_by_chance_does_not_hide_logits(tmp_path: Path) -> None:
+    one, two, x = layers()
+    found = why(tmp_path, lambda: two(one(x).relu()).sum(), lambda: two(one(x).relu()).flip(0).sum())
+    assert found.equal  # the order of what is added up does not count
+    other = nn.Linear(16, 4)
+    other.load_state_dict(two.state_dict())
+    other.bias.data += torch.tensor([1.0, -1.0, 0.0, 0.0])
+    found = why(tmp_path / "bias", lambda: two(one(x)).sum(), lambda: other(one(x)).sum())
+    assert [cause.kind for cause in found.causes] == ["weight"]
+
+
+def test_numbers_that_are_not_finite_in_one_program_are_accused(tmp_path: Path) -> None:
+    weight, broken = torch.ones(16, 4), torch.ones(16, 4)
+    broken[2, 1] = torch.nan
+    found = why(tmp_path, lambda: torch.ones(6, 16) @ weight, lambda: torch.ones(6, 16) @ broken)
+    assert found.verdict == "difference"
+
+
+def test_a_result_without_a_counterpart_is_not_called_equal(tmp_path: Path) -> None:
+    one, two, x = layers()
+    found = why(tmp_path, lambda: two(one(x)).tanh(), lambda: one(x))
+    assert not found.equal
+
+
+def test_a_step_of_training_that_leaves_out_its_clipping_is_told(tmp_path: Path) -> None:
+    def program(clips: bool) -> Program:
+        def run() -> None:
+            one, _, x = layers()
+            optimizer = torch.optim.SGD(one.parameters(), 0.1)
+            for _ in range(2):
+                one(x).square().mean().backward()
+                if clips:
+                    nn.utils.clip_grad_norm_(one.parameters(), 0.01)
+                optimizer.step()
+                optimizer.zero_grad()
+
+        return run
+
+    found = why(tmp_path, program(True), program(False), trains=True)
+    assert found.verdict == "difference"
+    assert why(tmp_path / "same", program(True), program(True), trains=True).verdict == "equal"
+
+
+def test_masks_do_not_drown_the_scores_beside_them() -> None:
+    scores = torch.randn(4, 8, dtype=torch.float64)
+    mask = torch.zeros(8, dtype=torch.float64)
+    mask[6:] = -1e9
+    spread = Spread(scores + mask, [scores * (1 + 1e-7) + mask * (1 + 1e-7)], 2.0**-24)
+    assert spread.ratio(scores / 2 + mask, 2.0**-24) > LIMIT
+    assert spread.ratio(scores + mask - 1e9 * (mask < 0), 2.0**-24) <= LIMIT
+
+
+def test_runs_without_values_are_refused(tmp_path: Path) -> None:
+    one, _, x = layers()
+    with intercept(runs.RunRecorder(tmp_path / "a"), ops="all"):
+        one(x)
+    run = runs.open_run(tmp_path / "a")
+    with pytest.raises(OpInterceptError, match="all of their values"):
+        runs.why(run, run)
