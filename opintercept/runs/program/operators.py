@@ -87,7 +87,7 @@ _TRANSFORMS = """
 """
 _OTHERS = "special_zeta polygamma igamma igammac frexp"
 _FOREACH = """
-    abs add addcdiv addcmul clamp_max clamp_min copy div exp lerp log maximum minimum mul neg norm pow reciprocal
+    abs add addcdiv addcmul clamp_max clamp_min div exp lerp log maximum minimum mul neg norm pow reciprocal
     rsqrt sign sqrt sub zero
 """
 NAMES = frozenset(
