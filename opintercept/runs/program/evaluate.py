@@ -27,12 +27,11 @@ _MOVERS = (
 _MOVE = scratch.MOVES | {*_MOVERS.split()}
 
 
-def computed(program: Program, step: Step, inputs: Sequence[torch.Tensor], edit: Edit | None = None) -> Made:
+def computed(program: Program, step: Step, inputs: Sequence[torch.Tensor]) -> Made:
     """The outputs of a call for these inputs; as they were recorded where it cannot be computed, None of no tensor."""
-    if edit is not None or (step.overload is not None and step.reads):
-        doubles = [in_double(each) for each in inputs]
+    if step.overload is not None and step.reads:
         with torch.no_grad(), suppress(*FAILURES):
-            made = step.compute(doubles) if edit is None else edit(step, doubles)
+            made = step.compute([in_double(each) for each in inputs])
             found = [None if each is None else in_double(each) for each in made]
             return [*found, *[None] * (len(step.outputs) - len(found))]
     return recorded(program, step)

@@ -186,11 +186,10 @@ class Program:
         self.root: int | None = None
         self.backward: int | None = None
         self.roots: list[int] = []
-        self.numbers: dict[int, int] = {}  # the place of a call by its number in the run
         self._held: dict[str, tuple[int, str]] = {}  # how many elements the recorded tensors have, and their dtypes
         last: Region | None = None
         begun = 0  # the place of the first call after that which made the last root
-        for number, stored in run.located(rank):
+        for _, stored in run.located(rank):
             record = stored.record
             step = record.step if step is None else step
             if stored.error is not None or (record.step != step and not whole) or record.step < start:
@@ -211,7 +210,7 @@ class Program:
                 if whole and (root := self._maker(last)) is not None:
                     self.roots.append(root)
             if read.computes:
-                self._add(number, read)
+                self._add(read)
         if self.root is None and last is not None:  # only the forward calls were recorded
             self.root = self._maker(last)
             if any(step.inputs[place][1].weight for step in self.steps[begun:] for place in step.written):
@@ -228,9 +227,8 @@ class Program:
                 f"{str(run.path)!r}, of which {held:,} were recorded"
             )
 
-    def _add(self, number: int, step: Step) -> None:
+    def _add(self, step: Step) -> None:
         step.number = len(self.steps)
-        self.numbers[number] = step.number
         self.steps.append(step)
         for region in (*(region for _, region in step.inputs), *filter(None, step.outputs)):
             self.sizes[region.memory] = max(self.sizes.get(region.memory, 0), region.end)
@@ -248,10 +246,11 @@ class Program:
         made = (step.number for step in reversed(self.steps) for each in step.outputs if each and _is(each, region))
         return next(made, None)
 
-    def refused(self, end: int | None = None) -> list[str]:
-        """The operators that read tensors and are not on the list of those that may run again, up to a call."""
-        steps = self.steps if end is None else self.steps[: end + 1]
-        return [*dict.fromkeys(step.operator for step in steps if step.refused and step.reads and any(step.outputs))]
+    def refused(self) -> list[str]:
+        """The operators that read tensors and are not on the list of those that may run again."""
+        return [
+            *dict.fromkeys(step.operator for step in self.steps if step.refused and step.reads and any(step.outputs))
+        ]
 
     def dtype(self, region: Region) -> str:
         """The dtype of the recorded values, `"F32"`; empty if they were not kept."""

@@ -17,7 +17,6 @@ from opintercept.runs.program.program import ProgramMemory, Step, last_uses
 from opintercept.runs.why.answer import Cause, Loss
 from opintercept.runs.why.changes.wording import place_of
 from opintercept.runs.why.flow import Flow
-from opintercept.runs.why.joints import Joint
 
 if TYPE_CHECKING:
     from opintercept.runs.why.both import Both
@@ -65,14 +64,11 @@ def loss_step(both: Both) -> Step | None:
     return next((step for step in single if step.outputs[0] is not None and not step.outputs[0].shape), None)
 
 
-def with_costs(
-    both: Both, forced: Mapping[int, Joint], found: Sequence[tuple[Cause, list[int]]]
-) -> tuple[dict[int, Cause], Loss | None]:
+def with_costs(both: Both, found: Sequence[tuple[Cause, list[int]]]) -> tuple[dict[int, Cause], Loss | None]:
     """The causes with their costs, by their ids, and the loss.
 
     Args:
         both: The programs.
-        forced: B's values that were put into A's program.
         found: Each cause, and the places of the calls at which B's values were put into A's program.
     """
     step = loss_step(both)
@@ -89,7 +85,7 @@ def with_costs(
     changed: dict[int, torch.Tensor | None] = dict.fromkeys(places)
     before = start = loss_of(both.a, changed, step.number)
     for cause, numbers in sorted(found, key=lambda each: min(each[1])):
-        changed |= {number: forced[number].values for number in numbers if number in changed}
+        changed |= {number: both.forced[number].values for number in numbers if number in changed}
         now = loss_of(both.a, changed, step.number)
         cost = now - before
         costs[id(cause)] = replace(cause, cost=cost, share=cost / difference if difference else math.nan)

@@ -365,8 +365,8 @@ class Counterparts:
                 found[at[:, None], rows_a[None]] = rows[of[:, None], rows_b[None]]
                 known[at[:, None], rows_a[None]] = True
             elif values.numel() // n == len(own):
-                columns = values.reshape(*values.shape[:-1], -1) if values.shape[-1] == n else values.reshape(-1, n)
-                chosen = columns[..., rows_b] if columns.shape[-1] == n else columns.reshape(-1, n)[:, rows_b]
+                columns = values if values.shape[-1] == n else values.reshape(-1, n)
+                chosen = columns[..., rows_b]
                 like = own[:, rows_a].reshape(*base.shape[:-1], len(rows_a))
                 found[:, rows_a] = nearest(chosen, like, keep_last=True).reshape(len(own), -1)
                 known[:, rows_a] = True

@@ -251,7 +251,7 @@ class Judge(Both):
             )
             for key, heads in groups.items()
         ]
-        costed, loss = with_costs(self, self.forced, [(cause, numbers) for cause, numbers, _ in named])
+        costed, loss = with_costs(self, [(cause, numbers) for cause, numbers, _ in named])
         causes = [costed.get(id(cause), cause) for cause, _, coarse in named if coarse is not True]
         coarser = [costed.get(id(cause), cause) for cause, _, coarse in named if coarse is True]
         if self.coarse is not None and self.coarse.what:

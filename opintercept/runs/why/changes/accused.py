@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 _BROKEN = 1e3  # times its noise that another result is off, which a change must not move
 ODD = 20.0  # times its noise that a recorded result may be off, before its call is not computed again
-
-
 _CALL = 1 << 14  # numbers that a call counts for beside those that it reads
 
 
