@@ -161,7 +161,7 @@ def test_the_former_name_names_the_new_one() -> None:
         _ = runs.Graft
 
 
-@pytest.mark.parametrize("name", ["Aligned", "CallDifference", "RankFinding", "RunInfo", "StoredCall"])
+@pytest.mark.parametrize("name", ["CallDifference", "Cause", "RankFinding", "RunInfo", "StoredCall"])
 def test_the_error_for_a_type_that_has_moved_names_its_file(name: str) -> None:
     with pytest.raises(AttributeError, match=rf"no attribute '{name}'; import it from opintercept\.runs\.") as caught:
         getattr(runs, name)
