@@ -83,6 +83,14 @@ class Errors:
         return min(1.0, max(-1.0, 1 + (y - r - error) / y * ((y - r + error) / r) / 2))
 
 
+def between(output: torch.Tensor, reference: torch.Tensor) -> Errors:
+    """The errors of any tensor, with the ULP of the coarser dtype; that of float64 stands for whole numbers."""
+    wide = [each if each.is_floating_point() or each.is_complex() else each.double() for each in (output, reference)]
+    errors = Errors()
+    errors.add(wide[0], wide[1], max((each.dtype for each in wide), key=lambda dtype: torch.finfo(dtype).eps))
+    return errors
+
+
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """The elements in one dimension, including the zeros of a sparse tensor."""
     if tensor.is_nested:

@@ -23,7 +23,8 @@ from opintercept._core.tables import Page, Part
 from opintercept._core.tensors import TensorMeta, describe
 from opintercept._core.text import printable
 from opintercept._kit.repro import write_repro
-from opintercept._values.errors import Errors
+from opintercept._values import roundoff
+from opintercept._values.errors import between
 from opintercept.runs.program import again
 from opintercept.runs.record import description
 from opintercept.runs.store.codec import StoredCall, is_output
@@ -96,17 +97,14 @@ class Replay(Page):
             if output.recorded.shape != output.now.shape:
                 yield "    they have different shapes"
                 continue
-            coarser = max((output.recorded.dtype, output.now.dtype), key=_eps)
-            for name, figure, meaning in (
-                ("max absolute error", f"{output.max_absolute:.3e}", "the largest difference of two elements"),
-                (
-                    "max relative error",
-                    f"{output.max_relative:.3e}",
-                    "the largest difference divided by the run's element",
-                ),
-                ("max error in ulp", f"{output.max_ulp:.4g}", f"in steps between numbers of {coarser}"),
-                ("cosine", f"{output.cosine:.9g}", "of both as vectors; 1 if they point the same way"),
-            ):
+            coarser = max((output.recorded.dtype, output.now.dtype), key=roundoff.eps)
+            figures = {
+                "max absolute error": (f"{output.max_absolute:.3e}", "the largest difference of two elements"),
+                "max relative error": (f"{output.max_relative:.3e}", "the largest, divided by the run's element"),
+                "max error in ulp": (f"{output.max_ulp:.4g}", f"in steps between numbers of {coarser}"),
+                "cosine": (f"{output.cosine:.9g}", "of both as vectors; 1 if they point the same way"),
+            }
+            for name, (figure, meaning) in figures.items():
                 yield f"    {name:18}  {figure:>11}  {meaning}"
             yield f"    {_expected(self.call, coarser)}"
 
@@ -115,23 +113,15 @@ def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _eps(dtype: str) -> float:
-    kind = getattr(torch, dtype)
-    return float(torch.finfo(kind).eps) if kind.is_floating_point or kind.is_complex else 0.0
-
-
 def _expected(call: StoredCall, dtype: str) -> str:
     """How large an error rounding alone explains, in words."""
-    terms, eps = call.record.terms, _eps(dtype)
+    terms, eps = call.record.terms, roundoff.eps(dtype)
     if not terms or not eps:
         return "0 and a cosine of 1 mean equality"
     lhs, rhs, output = (call.values.get(role) for role in ("lhs", "rhs", "output"))
     if not (lhs and rhs and output and lhs.rms and rhs.rms and output.rms):
         return f"rounding to {dtype} explains a cosine that differs from 1 by up to about {eps:.0e}"
-    # Operands are rounded before the sum, in which their errors partly cancel. Partial sums are rounded to float32 or
-    # better, and the output at the end.
-    sums = 4 * (eps * math.sqrt(terms) + min(eps, _eps("float32")) * terms)
-    bound = sums * lhs.rms * rhs.rms + eps * max(abs(output.min or 0.0), abs(output.max or 0.0))
+    bound = roundoff.of_terms(eps, terms, lhs.rms * rhs.rms, max(abs(output.min or 0.0), abs(output.max or 0.0)))
     return (
         f"rounding to {dtype} explains an absolute error up to about {bound:.1e}, in sums of {terms} products; "
         "if these nearly cancel, the relative error and the ulp are large even so"
@@ -207,7 +197,7 @@ def replay(
         raise OpInterceptError(f"device {str(device)!r} is not available: {missing}") from missing
     with _set(chosen), torch.no_grad():
         try:
-            operator, args, kwargs = prepared(run, call, lambda tensor: _moved(tensor, dtype, device), device, limit)
+            operator, args, kwargs = _prepared(run, call, lambda tensor: _moved(tensor, dtype, device), device, limit)
             started = time.perf_counter()
             made = again.run(operator, args, kwargs)
         except OpInterceptError:
@@ -286,29 +276,10 @@ def _find(run: Run, index: int, rank: int | None) -> StoredCall:
     raise OpInterceptError(f"the run has no call of index {index}; `opintercept show --calls` lists its calls")
 
 
-def prepared(
-    run: Run,
-    call: StoredCall,
-    moved: Callable[[torch.Tensor], torch.Tensor],
-    device: torch.device,
-    limit: int = MAX_TENSOR,
+def _prepared(
+    run: Run, call: StoredCall, moved: Callable[[torch.Tensor], torch.Tensor], device: torch.device, limit: int
 ) -> tuple[again.Operator, list[Any], dict[str, Any]]:
-    """Read what runs a recorded call again.
-
-    Args:
-        run: The run, which has all arguments of the call.
-        call: The call.
-        moved: Gets each tensor, in the dtype of the record and on the CPU, and returns what to pass instead.
-        device: Takes the place of the device in the arguments.
-        limit: The most bytes that an operand or an output may have.
-
-    Returns:
-        The operator, its arguments, and its keyword arguments.
-
-    Raises:
-        OpInterceptError: The call cannot be run again.
-        Exception: One of `again.FAILURES`: the arguments do not fit the operator.
-    """
+    """The operator of a call and its arguments, of which `moved` changes each tensor; they have passed all checks."""
     run.check_trusted()
     operator = again.operator_of(call.record.op, call.record.func)
     known: dict[Any, torch.Tensor] = {}
@@ -355,10 +326,7 @@ def _compared(role: str, recorded: torch.Tensor, now: torch.Tensor) -> Replayed:
     )
     figures = [math.nan] * 4
     if recorded.shape == now.shape:
-        wide = now if now.is_floating_point() or now.is_complex() else now.to(torch.float64)
-        then = recorded if recorded.is_floating_point() or recorded.is_complex() else recorded.to(torch.float64)
-        errors = Errors()
-        errors.add(wide, then, max(wide.dtype, then.dtype, key=lambda dtype: torch.finfo(dtype).eps))
+        errors = between(now, recorded)
         figures = [errors.absolute, errors.relative, errors.ulp, errors.cosine]
     return Replayed(role, metas[0], metas[1], equal, *figures)
 

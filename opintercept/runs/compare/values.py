@@ -174,21 +174,15 @@ def _means_nothing(role: str, call: StoredCall) -> bool:
 
 
 def _errors(by: By, x: torch.Tensor, y: torch.Tensor) -> TensorErrors | None:
-    import torch
+    from opintercept._values.errors import between
 
-    from opintercept._values.errors import Errors
-
+    if x.is_complex() != y.is_complex():
+        return None
     try:
-        floating = all(t.is_floating_point() or t.is_complex() for t in (x, y))
-        if not floating:
-            x, y = x.to(torch.float64), y.to(torch.float64)
-        elif x.is_complex() != y.is_complex():
-            return None
-        coarser = max(x.dtype, y.dtype, key=lambda dtype: torch.finfo(dtype).eps)
-        errors = Errors()
-        errors.add(y, x, coarser)
+        errors = between(y, x)
     except (RuntimeError, TypeError):  # a dtype that cannot be widened
         return None
+    floating = all(each.is_floating_point() or each.is_complex() for each in (x, y))
     return TensorErrors(by, errors.absolute, errors.relative, errors.ulp if floating else None, errors.cosine)
 
 

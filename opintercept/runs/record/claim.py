@@ -68,15 +68,8 @@ class Claim:
 
 
 def this_process() -> dict[str, object]:
-    """This process as plain data, for `has_ended` in another."""
+    """This process as plain data."""
     return _machine() | {"pid": os.getpid(), "began": _began(os.getpid())}
-
-
-def has_ended(process: object) -> bool | None:
-    """Whether a process has ended, as `this_process` described it; None if it ran elsewhere or is not known."""
-    if not isinstance(process, dict) or not _machine().items() <= process.items():
-        return None
-    return process.get("pid") != os.getpid() and _is_over(process)
 
 
 def end_others(folder: Path, *, takes_over: bool) -> None:
