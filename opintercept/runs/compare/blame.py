@@ -33,7 +33,6 @@ from opintercept.runs.compare.difference import (
     ModuleDifference,
     RoleDifference,
 )
-from opintercept.runs.compare.histories import Histories
 from opintercept.runs.compare.index import PHASES, Index, Pairs, PairWindow
 from opintercept.runs.compare.judged import decides, judged, story, unjudged
 from opintercept.runs.compare.pairing import BY, PAIRINGS, Ids, outcome
@@ -44,12 +43,12 @@ from opintercept.runs.compare.totals import (
     INHERITED,
     NEVER,
     NOT_COMPARED,
+    OPERAND,
     ROW,
     UNCLEAR,
     DiffTotals,
     ProcessTotals,
     differ,
-    kinds_of,
     rows_of,
 )
 from opintercept.runs.compare.values import Comparer, TensorErrors
@@ -57,7 +56,7 @@ from opintercept.runs.program.names import first_models, module_name
 from opintercept.runs.store.codec import StoredCall
 from opintercept.runs.store.columns import FIGURES, ROLES, SLOTS, Array, Arrays, Columns
 from opintercept.runs.store.run import Run
-from opintercept.runs.sums import CodeNumbers
+from opintercept.runs.sums import CodeNumbers, starts_of
 from opintercept.runs.why.answer import Answer
 
 _BATCH = 256  # calls that are read whole together
@@ -84,7 +83,6 @@ class ProcessPair:
         # equal, as an index into `BY`, whether some tensors have no hash, and the number of its rule.
         self._of_kinds = np.zeros((5, 0), np.int64)
         self._modules = np.zeros((0, 3), np.int64)  # for each pair of keys the modules of both, and the phase
-        self._kinds_of: dict[int, int] = {}  # the kinds of pairs that were judged, by the numbers of A's calls
 
     def compare(self, total: DiffTotals) -> None:
         """Compare all pairs, classify them, and add them to `total`."""
@@ -96,9 +94,9 @@ class ProcessPair:
         sides = self._a.columns, self._b.columns
         total.judged = unjudged(*runs, sides) if self._comparer.reads_tensors else "values were not read"
         while True:
-            self._totals, self._histories = ProcessTotals(total.worst_limit), Histories()
+            self._totals = ProcessTotals(total.worst_limit)
             self._differing = [np.zeros(0, ROW)]  # all pairs that are not known to be equal, if they may be judged
-            self._shown: list[tuple[Array, Array, Array]] = []
+            self._shown: list[tuple[Array, Array]] = []
             for window in self._pairs.windows(_NAMES):
                 self._compare_window(window, total)
             if self._pairs.settled():
@@ -121,7 +119,7 @@ class ProcessPair:
         key, alike, by, unhashed, rule = self._of_kinds[:, kinds]
         size = len(key)
         self._found: Arrays = {"a": rows.numbers, "b": rows.others, "how": rows.how, "key": key, "by": by}
-        self._found["own"] = np.where(by == BY.index("nothing"), NOT_COMPARED, EQUAL).astype(np.uint8)
+        self._found["kind"] = np.where(by == BY.index("nothing"), NOT_COMPARED, EQUAL).astype(np.uint8)
         self._found["differing"], self._found["changed"] = np.zeros((2, size), np.uint8)
         self._found |= {"metadata": np.zeros(size, bool), "relative": np.full(size, -1.0)}
         left = np.flatnonzero(~self._same(rows, alike > 0, unhashed > 0))
@@ -130,11 +128,11 @@ class ProcessPair:
         self._totals.add(self._found, chosen, self._modules[:, 2] == PHASES.index("backward"))
         if total.judged and total.watch is None:
             return
-        differs = differ(kinds_of(self._found))
         if not total.judged:
-            self._differing.append(rows_of(self._found, np.flatnonzero(differs | (self._found["own"] == NOT_COMPARED))))
+            self._differing.append(rows_of(self._found, np.flatnonzero(self._found["kind"] != EQUAL)))
         if total.watch is not None:
-            self._shown.append((rows.numbers[chosen], self._found["relative"][chosen], differs[chosen]))
+            shown = np.flatnonzero(chosen & differ(self._found["kind"]))
+            self._shown.append((rows.numbers[shown], self._found["relative"][shown]))
 
     def _learn(self, kind_a: Array, kind_b: Array) -> None:
         """Add pairs of kinds."""
@@ -202,7 +200,7 @@ class ProcessPair:
             return of
 
         sides = (side(0, self._a.columns, rows.numbers, rows.a), side(1, self._b.columns, rows.others, rows.b))
-        self._keep(rows, places, Compared(self._comparer, rules, which, *sides))
+        self._keep(places, Compared(self._comparer, rules, which, *sides))
 
     def _compare_calls(self, rows: PairWindow, places: Array, rules: list[Rule], which: Array) -> None:
         """Compare pairs that have errors, tensors, or values in no column."""
@@ -218,22 +216,16 @@ class ProcessPair:
         apart = np.array([outcome(a.error) != outcome(b.error) for a, b in zip(calls, others, strict=True)], bool)
         found.output_differs |= apart
         found.unclear |= apart
-        self._keep(rows, places, found)
+        self._keep(places, found)
 
-    def _keep(self, rows: PairWindow, places: Array, found: Compared) -> None:
-        made = np.where(found.unclear, UNCLEAR, ADDED)
-        own = np.where(found.output_differs, made, np.where(found.uncompared, NOT_COMPARED, EQUAL))
-        own = np.where(found.argument, ARGUMENT, own).astype(np.uint8)
-        by = np.where(found.uncompared, BY.index("nothing"), found.by)
-        for name, column in (("own", own), ("by", by)):
-            self._found[name][places] = column
+    def _keep(self, places: Array, found: Compared) -> None:
+        kind = np.where(found.output_differs, np.where(found.unclear, UNCLEAR, ADDED), EQUAL)
+        kind = np.where(found.uncompared & ~found.output_differs, NOT_COMPARED, kind)
+        kind = np.where(found.differing > 0, np.where(found.changed > 0, OPERAND, INHERITED), kind)
+        self._found["kind"][places] = np.where(found.argument, ARGUMENT, kind)
+        self._found["by"][places] = np.where(found.uncompared, BY.index("nothing"), found.by)
         for name in ("differing", "changed", "relative", "metadata"):
             self._found[name][places] = getattr(found, name)
-        differs = np.flatnonzero((found.differing > 0) | differ(own))
-        if len(differs) < len(places):
-            rows = rows.take(differs)
-        keys = self._found["key"][places[differs]]
-        self._histories.add(keys, rows.a, rows.b, found.differing[differs], found.others[differs])
 
     def _calls(self, numbers: Array, others: Array, *, given: bool = False) -> Iterator[tuple[StoredCall, StoredCall]]:
         a, b = self._a.columns, self._b.columns
@@ -245,79 +237,66 @@ class ProcessPair:
         keys = totals.keys
         if not len(keys):
             return
-        constant = np.zeros(len(keys), np.uint8)
-        if some := int((keys["first"]["a"] < NEVER).sum()):
-            constant = self._histories.constant(np.argsort(keys["first"]["a"])[:some].tolist(), keys["calls"])
-        of_keys = totals.counts(constant)
-        kept = [keys["first"], keys["chosen"], totals.worst]
-        firsts = keys["chosen"]["a"].copy()
-        blamed = firsts[firsts < NEVER]
         if differing is not None:
-            assert isinstance(total.judged, Answer)
-            kept, blamed = [differing], self._judge(differing, total.judged, of_keys, firsts)
-        self._rows = {int(row["a"]): row for rows in kept for row in rows}
-        modules, module_of = np.unique(self._modules, axis=0, return_inverse=True)
-        module_of = module_of.reshape(-1)
-        counts = np.zeros((len(modules), len(KINDS)), np.int64)
-        relative, firsts_of = np.full(len(modules), -1.0), np.full(len(modules), NEVER)
-        np.add.at(counts, module_of, of_keys)
-        np.maximum.at(relative, module_of, keys["relative"])
-        np.minimum.at(firsts_of, module_of, firsts)
-        total.pairs += totals.pairs
+            blamed = self._judge(differing, total.judged)
+        else:
+            totals.settle()
+            blamed = keys["first"]
+        total.pairs += int(totals.how.sum())
         total.metadata += totals.metadata
         total.pairings.update(_counted(PAIRINGS, totals.how))
         total.by.update(_counted(BY, totals.by))
-        total.kinds.update(_counted(KINDS, counts.sum(0)))
+        total.kinds.update(_counted(KINDS, totals.counts.sum(0)))
         for of_run, times in zip(total.elapsed, totals.elapsed, strict=True):
             of_run.extend(times)
         if total.watch is not None and self._shown:
-            numbers, errors, differs = map(np.concatenate, zip(*self._shown, strict=True))
-            order = np.argsort(numbers)
-            total.watch(self._a, numbers[order], errors[order], differs[order], self._ranks)
-        if len(blamed):
-            self._add_first(self._rows[int(blamed.min())], total)
-        if not (found := np.flatnonzero(firsts_of < NEVER)).size:
-            return
-        found = found[np.argsort(firsts_of[found])]
+            total.watch(self._a, *map(np.concatenate, zip(*self._shown, strict=True)))
+        if (blamed["a"] < NEVER).any():
+            self._add_first(blamed[np.argmin(blamed["a"])], total)
+        module_of = np.unique(self._modules, axis=0, return_inverse=True)[1].reshape(-1)
+        order = np.lexsort((keys["first"]["a"], module_of))
+        starts = starts_of(module_of[order])
+        firsts = keys["first"][order[starts]]
+        found = np.argsort(firsts["a"])[: int((firsts["a"] < NEVER).sum())]
         total.modules_in_all += len(found)
+        if not len(found):
+            return
         found = found[: total.limit]
-        differences = [
-            (float(row["relative"]), self._difference(self._rows[int(row["a"])], one, other))
-            for row, (one, other) in zip(totals.worst, self._calls(totals.worst["a"], totals.worst["b"]), strict=True)
-        ]
-        total.add_rows(differences, self._module_rows(firsts_of[found], counts[found], relative[found]))
+        counts, relative = np.add.reduceat(totals.counts[order], starts), keys["relative"][order]
+        figures = counts[found], np.maximum.reduceat(relative, starts)[found]
+        worst = [(float(row["relative"]), self._difference(row, *pair)) for row, pair in self._pairs_of(totals.worst)]
+        total.add_rows(worst, list(self._module_rows(firsts[found], *figures)))
 
-    def _judge(self, differing: Array, answer: Answer, of_keys: Array, firsts: Array) -> Array:
-        """Set kinds, counts and first calls by what the judge says, and return the calls of A that it blames."""
-        a, numbers = self._a, differing["a"]
-        read = a.gather(numbers, ("index",))
+    def _judge(self, differing: Array, answer: Answer | str) -> Array:
+        """Set kinds, counts and first calls by what the judge says, and return the pairs that it blames."""
+        assert isinstance(answer, Answer)
+        a = self._a
+        read = a.gather(differing["a"], ("index",))
         products = np.array([a.columns.signature(each).record.gemm is not None for each in a.signature], bool)
         at = (chunk["index"][products[chunk["kind"]]] for _, chunk in a.chunks(("index",)))
         begins = next((int(each[0]) for each in at if len(each)), 0)
-        kinds, blamed = story(differing, read["index"], begins, answer)
-        self._kinds_of = dict(zip(numbers.tolist(), kinds.tolist(), strict=True))
-        chosen = a.chosen(numbers, read["kind"])
-        of_keys[:, np.arange(len(KINDS)) != EQUAL] = 0
-        np.add.at(of_keys, (differing["key"][chosen], kinds[chosen]), 1)
-        firsts[:] = NEVER
-        shown = chosen & (kinds != NOT_COMPARED)
-        np.minimum.at(firsts, differing["key"][shown], numbers[shown])
-        return np.asarray(numbers[chosen & (blamed if (blamed & chosen).any() else kinds == INHERITED)])
+        blamed = story(differing, read["index"], begins, answer)
+        chosen = a.chosen(differing["a"], read["kind"])
+        self._totals.replace(differing, chosen)
+        return differing[chosen & (blamed if (blamed & chosen).any() else differing["kind"] == INHERITED)]
+
+    def _pairs_of(self, rows: Array, *, given: bool = False) -> Iterator[tuple[Any, tuple[StoredCall, StoredCall]]]:
+        return zip(rows, self._calls(rows["a"], rows["b"], given=given), strict=True)
 
     def _add_first(self, first: Any, total: DiffTotals) -> None:
-        ((one, other),) = self._calls(np.array([first["a"]]), np.array([first["b"]]), given=True)
+        ((_, pair),) = self._pairs_of(first[None], given=True)
         alone_a, alone_b = (
             int(np.searchsorted(each, number))
             for each, number in zip(self._pairs.unmatched, (first["a"], first["b"]), strict=True)
         )
         optimizer = not alone_a + alone_b and self._by_optimizer(first)
-        total.add_first(self._difference(first, one, other), (alone_a, alone_b), optimizer)
+        total.add_first(self._difference(first, *pair), (alone_a, alone_b), optimizer)
 
     def _by_optimizer(self, first: Any) -> bool:
         """Whether a weight differs although it was equal in an earlier call, and all gradients before are equal."""
         begins = self._totals.keys["begins"]
         return bool(
-            first["a"] == self._totals.keys["first"]["a"].min()
+            first["a"] == self._totals.first["a"][0]
             and first["changed"]
             and not first["changed"] & OPERANDS["lhs"]
             and begins[first["key"]] < first["a"]
@@ -327,33 +306,18 @@ class ProcessPair:
 
     def _module_rows(
         self, firsts: Array, counts: Array, relative: Array
-    ) -> list[tuple[tuple[int, int, int], ModuleDifference]]:
-        a, b = self._a, self._b
-        others = np.array([self._rows[number]["b"] for number in firsts.tolist()])
-        read, there = a.gather(firsts, ("index", "step")), b.gather(others)
-        of_rows = (relative, counts, read["step"], read["index"], a.call_site[read["kind"]], b.call_site[there["kind"]])
-        rows = []
-        for size, of_kinds, step, index, site_a, site_b in zip(*(each.tolist() for each in of_rows), strict=True):
-            call_site, counterpart = a.columns.call_site(site_a), b.columns.call_site(site_b)
-            row = ModuleDifference(
-                ranks=self._ranks,
-                module=module_name(call_site.module),
-                other=module_name(counterpart.module),
-                phase=call_site.phase,
-                calls=sum(of_kinds),
-                kinds={kind: count for kind, count in zip(KINDS, of_kinds, strict=True) if count},
-                relative=size if size >= 0 else None,
-                index=index,
-            )
-            rows.append(((step, index, self._ranks[0]), row))
-        return rows
+    ) -> Iterator[tuple[tuple[int, int, int], ModuleDifference]]:
+        for (_, (a, b)), of_kinds, size in zip(self._pairs_of(firsts), counts.tolist(), relative.tolist(), strict=True):
+            kinds = {kind: count for kind, count in zip(KINDS, of_kinds, strict=True) if count}
+            names = module_name(a.record.module), module_name(b.record.module), a.record.phase
+            known = size if size >= 0 else None
+            yield a.place, ModuleDifference(self._ranks, *names, sum(of_kinds), kinds, known, a.record.index)
 
     def _difference(self, row: Any, a: StoredCall, b: StoredCall) -> CallDifference:
         roles = role_differences(self._comparer, a, b)
         arguments = self._comparer.arguments(a, b)
-        kind = self._kinds_of.get(int(row["a"]), int(kinds_of(row)))
         pairing, names = PAIRINGS[row["how"]], tuple(_names(row, roles))
-        return CallDifference(KINDS[kind], pairing, names, arguments, a, b, roles)
+        return CallDifference(KINDS[row["kind"]], pairing, names, arguments, a, b, roles)
 
 
 def _names(row: Any, roles: Sequence[RoleDifference]) -> list[str]:

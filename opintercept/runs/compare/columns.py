@@ -236,7 +236,6 @@ class Compared:
         metadata, argument, unclear, output_differs, uncompared, fills, differing, changed: As in `Rule`.
         by: Of what makes the pairs equal, what shows least, as an index into `BY`.
         relative: The largest relative error of an output; -1 if unknown.
-        others: A hash of the tensors without a role of their own that differ; 0 for none.
     """
 
     def __init__(
@@ -245,7 +244,7 @@ class Compared:
         fields = [np.array(column)[which] for column in list(zip(*rules, strict=True))[:_DECIDED]]
         self.metadata, self.argument, self.unclear, self.output_differs, self.uncompared, self.fills, *numbers = fields
         self.differing, self.changed, self.by = (column.astype(np.uint8) for column in numbers)
-        self.relative, self.others = np.full(len(which), -1.0), np.zeros(len(which), np.uint64)
+        self.relative = np.full(len(which), -1.0)
         for role in sorted(dict.fromkeys(role for rule in rules for role in rule.bases), key=operand):  # outputs first
             bases = [rule.bases.get(role, _NO_BASIS) for rule in rules]
             rows = np.flatnonzero(np.array([basis.valued for basis in bases])[which])
@@ -263,18 +262,9 @@ class Compared:
                 differs = found.differs
             if role == "self":
                 differs = differs & ~(self.fills[rows] & ~self.output_differs[rows] & ~self.uncompared[rows])
-            if operand(role):
-                at = np.flatnonzero(differs)
-                self._add_differing(role, rows[at], parameters[at], x["hash"][at], y["hash"][at])
-
-    def _add_differing(self, role: str, rows: Array, parameters: Array, hash_x: Array, hash_y: Array) -> None:
-        number = operand(role)
-        self.differing[rows] |= number
-        self.changed[rows[parameters]] |= number
-        if number == OTHERS:
-            hashed = (hash_x != 0) & (hash_y != 0)
-            start = self.others[rows[hashed]] ^ np.uint64(hash(role) & 0xFFFFFFFF)
-            self.others[rows[hashed]] = mixed(start, hash_x[hashed], hash_y[hashed]).view(np.uint64)
+            if number := operand(role):
+                self.differing[rows[differs]] |= number
+                self.changed[rows[differs & parameters]] |= number
 
     def _add(self, role: str, rows: Array, found: Verdicts) -> None:
         neither = ~found.equal & ~found.differs
@@ -286,15 +276,3 @@ class Compared:
                 self.uncompared[rows] |= neither
             self.relative[rows] = np.fmax(self.relative[rows], found.relative)
         self.by[rows] = np.where(found.equal, np.minimum(self.by[rows], found.by), self.by[rows])
-
-
-def mixed(first: Array, *hashes: Array) -> Array:
-    """A number for each row of hashes, 0 if all of them are."""
-    found = first.astype(np.uint64)
-    known = np.zeros(len(first), bool)
-    for digits in hashes:
-        found = (found ^ digits) * np.uint64(0x9E3779B97F4A7C15)
-        found ^= found >> np.uint64(29)
-        known |= digits != 0
-    found |= np.uint64(1)
-    return np.where(known, found, np.uint64(0)).view(np.int64)

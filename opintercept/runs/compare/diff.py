@@ -44,13 +44,9 @@ def diff(
     process of a run with only one is compared with each process of the other run.
 
     What happens between two products is not recorded. An operand that differs can therefore come from any differing
-    call before it, and counts as `"inherited"`. It counts as changed if one of four things rules that out:
-
-    - No call before it in its process differs.
-    - Only one of the two calls has it.
-    - It is a parameter: it requires a gradient, in a run without a backward pass in which no left operand ever does.
-    - It is bit for bit the same in each of two or more calls of its module, while the outputs of all modules that
-      differed before it changed from call to call.
+    call before it, and counts as `"inherited"`. It counts as changed if no call before it in its process differs, if
+    only one of the two calls has it, or if it is a parameter: it requires a gradient, in a run without a backward pass
+    in which no left operand ever does.
 
     An argument that is not a tensor always counts as changed. Hashes and statistics do not show whether rounding
     explains a difference. Of runs of one process with all values, `RunRecorder(folder, "full")`, and at most 2,000

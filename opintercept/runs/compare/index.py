@@ -17,7 +17,6 @@ import numpy as np
 
 from opintercept._core.errors import OpInterceptError
 from opintercept._core.record import CallRecord, Phase
-from opintercept.runs.compare.columns import mixed
 from opintercept.runs.compare.pairing import PAIRINGS, Ids, family, fingerprint
 from opintercept.runs.program.names import is_plain, module_name, operator_name
 from opintercept.runs.store.columns import Array, Arrays, Columns
@@ -145,6 +144,18 @@ class Index:
     def inputs(self, chunk: Arrays) -> Array:
         """Shapes and hashes of the first operands; 0 if no hash is recorded."""
         return mixed(self.shape[chunk["kind"]].astype(np.uint64), *(chunk[name] for name in _HASHES))
+
+
+def mixed(first: Array, *hashes: Array) -> Array:
+    """A number for each row of hashes, 0 if all of them are."""
+    found = first.astype(np.uint64)
+    known = np.zeros(len(first), bool)
+    for digits in hashes:
+        found = (found ^ digits) * np.uint64(0x9E3779B97F4A7C15)
+        found ^= found >> np.uint64(29)
+        known |= digits != 0
+    found |= np.uint64(1)
+    return np.where(known, found, np.uint64(0)).view(np.int64)
 
 
 def _without_rows(shape: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from opintercept._core.errors import OpInterceptError
 from opintercept.runs.compare.columns import OPERANDS
-from opintercept.runs.compare.totals import ADDED, ARGUMENT, INHERITED, NOT_COMPARED, OPERAND, ROUNDING, kinds_of
+from opintercept.runs.compare.totals import ADDED, ARGUMENT, INHERITED, NOT_COMPARED, OPERAND, ROUNDING
 from opintercept.runs.store.columns import Array, Columns
 from opintercept.runs.store.run import Run
 from opintercept.runs.why.answer import Answer, Cause
@@ -60,22 +60,22 @@ def decides(answer: Answer | str) -> bool:
     return isinstance(answer, Answer) and answer.verdict != "not compared"
 
 
-def story(rows: Array, index: Array, begins: int, answer: Answer) -> tuple[Array, Array]:
-    """The kinds of pairs that are not known to be equal, and which of them stand for what the judge blames, or
-    inherit it where that has no counterpart.
+def story(rows: Array, index: Array, begins: int, answer: Answer) -> Array:
+    """Set the kinds and the changed operands of pairs that are not known to be equal. Return which of them stand for
+    what the judge blames, or inherit it where that has no counterpart.
 
     Args:
-        rows: The pairs, in the order of A's calls. Which of their operands count as changed is set anew.
+        rows: The pairs, in the order of A's calls.
         index: `CallRecord.index` of A's calls.
         begins: The index of A's first product: weights and inputs made before it are not judged by themselves.
         answer: What the judge says.
     """
-    own, changed = kinds_of(rows), rows["changed"].copy()
-    kinds = np.where(own == NOT_COMPARED, own, np.uint8(ROUNDING))
+    own, changed, kinds = rows["kind"].copy(), rows["changed"].copy(), rows["kind"]
+    kinds[own != NOT_COMPARED] = ROUNDING
     blamed = np.zeros(len(rows), bool)
     rows["changed"] = 0
     if answer.equal or not len(rows):
-        return kinds, blamed
+        return blamed
     causes = sorted((*answer.causes, *answer.coarser), key=lambda cause: cause.place.index)
     of_index = {place.index: cause for cause in reversed(causes) for place in (*cause.also, cause.place)}
     found = {row: of_index[each] for row, each in enumerate(index.tolist()) if each in of_index}
@@ -100,7 +100,7 @@ def story(rows: Array, index: Array, begins: int, answer: Answer) -> tuple[Array
     if not blamed.any():
         blamed = own != NOT_COMPARED
         kinds[blamed] = own[blamed]
-    return kinds, blamed
+    return blamed
 
 
 def _first(index: Array, own: Array, cause: Cause) -> int | None:

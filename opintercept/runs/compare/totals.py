@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -18,36 +18,23 @@ from opintercept.runs.compare.pairing import BY, PAIRINGS, Pairing
 from opintercept.runs.compare.result import Difference
 from opintercept.runs.store.columns import CHUNK, Array, Arrays
 from opintercept.runs.store.run import Run
-from opintercept.runs.sums import CodeNumbers
 from opintercept.runs.why.answer import Answer
 
-# Takes the calls of a process that were compared: all calls of its run, the numbers of those, the relative errors of
-# their outputs, negative if unknown, which of them differ, and the ranks in both runs.
-ErrorListener = Callable[[Index, Array, Array, Array, tuple[int, int]], None]
+# Takes calls of a process that differ: all calls of its run, their numbers, and the relative errors of their outputs,
+# negative if unknown.
+ErrorListener = Callable[[Index, Array, Array], None]
 _Place = tuple[int, int, int]  # `StoredCall.place`
-
 
 EQUAL, ADDED, ARGUMENT, OPERAND, INHERITED, ROUNDING, UNCLEAR, NOT_COMPARED = range(len(KINDS))
 NEVER = 1 << 62  # the number of no call
-# A pair: its calls, the relative error of the output, -1 if unknown, a number for the keys of both, what it would be if
-# no operand differed, as an index into `KINDS`, which operands differ, those that no call before can explain, and how
-# it is paired.
+# A pair: its calls, the relative error of the output, -1 if unknown, a number for the keys of both, its kind, which
+# operands differ, those that no call before can explain, and how it is paired.
 ROW = np.dtype(
     [("a", "i8"), ("b", "i8"), ("relative", "f8"), ("key", "i4")]
-    + [(name, "u1") for name in ("own", "differing", "changed", "how")]
+    + [(name, "u1") for name in ("kind", "differing", "changed", "how")]
 )
-# Of the pairs of one key: how many there are, how many selected ones are equal, the first, the largest error, and the
-# first that differs, of all and of those that are selected.
-_KEY = np.dtype(
-    [("calls", "i8"), ("equal", "i8"), ("begins", "i8"), ("relative", "f8"), ("first", ROW), ("chosen", ROW)]
-)
-
-
-def kinds_of(rows: Any) -> Any:
-    """The kinds of some pairs, or of one, as indexes into `KINDS`."""
-    kinds = np.where(rows["differing"] > 0, np.uint8(INHERITED), rows["own"])
-    kinds = np.where(rows["changed"] > 0, np.uint8(OPERAND), kinds)
-    return np.where(rows["own"] == ARGUMENT, np.uint8(ARGUMENT), kinds)
+# Of the pairs of one key: the first; of those that are selected, the largest error and the first that differs.
+_KEY = np.dtype([("begins", "i8"), ("relative", "f8"), ("first", ROW)])
 
 
 def differ(kinds: Array) -> Array:
@@ -60,7 +47,9 @@ class ProcessTotals:
 
     Attributes:
         keys: What is known of each key.
-        pairs, metadata: How many pairs there are, and how many differ in a shape or dtype.
+        counts: How many pairs there are of each key and kind.
+        first: The first pair that differs, in an array of one, whether it is selected or not.
+        metadata: How many pairs differ in a shape or dtype.
         by, how: How many equal pairs there are by index into `BY`, and how many pairs by index into `PAIRINGS`.
         worst: The pairs with the largest errors, the largest first.
         elapsed: Host times in A and B.
@@ -68,43 +57,39 @@ class ProcessTotals:
     """
 
     def __init__(self, worst_limit: int) -> None:
-        self.keys, self.worst = np.zeros(0, _KEY), np.zeros(0, ROW)
-        self.pairs = self.metadata = 0
+        self.keys, self.counts = np.zeros(0, _KEY), np.zeros((0, len(KINDS)), np.int64)
+        self.first, self.worst = np.zeros(1, ROW), np.zeros(0, ROW)
+        self.metadata = 0
         self.by, self.how = np.zeros(len(BY), np.int64), np.zeros(len(PAIRINGS), np.int64)
         self.elapsed: tuple[list[float], list[float]] = ([], [])
-        self.uncompared = NEVER
+        self.uncompared = self.first["a"][0] = NEVER
         self._limit = worst_limit
-        self._codes, self._counts = CodeNumbers(), np.zeros(0, np.int64)  # by what decides a kind
 
     def add(self, found: Arrays, chosen: Array, backward: Array) -> None:
         """Add pairs in the order of the calls, in columns; `backward` says which keys are of a backward pass."""
         if more := len(backward) - len(self.keys):
             new = np.zeros(more, _KEY)
-            new["relative"], new["begins"], new["first"]["a"], new["chosen"]["a"] = -1.0, NEVER, NEVER, NEVER
-            self.keys = np.append(self.keys, new)
-        key, number, differs = found["key"], found["a"], (found["differing"] > 0) | differ(found["own"])
-        self.keys["calls"] += np.bincount(key, minlength=len(backward))
+            new["relative"], new["begins"], new["first"]["a"] = -1.0, NEVER, NEVER
+            self.keys, self.counts = np.append(self.keys, new), np.pad(self.counts, ((0, more), (0, 0)))
+        key, number, kind = found["key"], found["a"], found["kind"]
+        differs = differ(kind)
         early = np.flatnonzero(number < self.keys["begins"][key])[::-1]
         self.keys["begins"][key[early]] = number[early]
-        self._add_firsts("first", found, np.flatnonzero(differs))
-        blank = number[(found["own"] == NOT_COMPARED) & backward[key]]
+        firsts = rows_of(found, np.flatnonzero(differs)[:1])
+        self.first = min(self.first, firsts, key=lambda rows: rows["a"][0]) if len(firsts) else self.first
+        blank = number[(kind == NOT_COMPARED) & backward[key]]
         self.uncompared = min([self.uncompared, *blank[:1].tolist()])
         if not chosen.all():
             found = {name: column[chosen] for name, column in found.items()}
-            key, differs = found["key"], differs[chosen]
-        self.pairs += len(key)
+            key, kind, differs = found["key"], found["kind"], differs[chosen]
         self.metadata += int(found["metadata"].sum())
         self.by += np.bincount(found["by"][~differs], minlength=len(BY))
         self.how += np.bincount(found["how"], minlength=len(PAIRINGS))
+        self.counts += np.bincount(key * len(KINDS) + kind, minlength=self.counts.size).reshape(self.counts.shape)
         known = np.flatnonzero(found["relative"] >= 0)
         np.maximum.at(self.keys["relative"], key[known], found["relative"][known])
-        self._add_firsts("chosen", found, np.flatnonzero(differs))
-        equal = ~differs & (found["own"] == EQUAL)
-        self.keys["equal"] += np.bincount(key[equal], minlength=len(backward))
-        key, *decisive = (found[name][~equal].astype(np.int64) for name in ("key", "own", "differing", "changed"))
-        numbers, made = self._codes.of(key << 24 | decisive[0] << 16 | decisive[1] << 8 | decisive[2])
-        self._counts = np.pad(self._counts, (0, len(made)))
-        self._counts += np.bincount(numbers, minlength=len(self._counts))
+        at = np.flatnonzero(differs)
+        self._add_firsts(rows_of(found, at[found["a"][at] < self.keys["first"]["a"][key[at]]]))
         least = self.worst["relative"].min() if len(self.worst) == self._limit else -np.inf
         rows = np.flatnonzero(differs & (found["relative"] >= least))
         if len(rows) > self._limit:
@@ -113,33 +98,26 @@ class ProcessTotals:
         worst = np.append(self.worst, rows_of(found, rows))
         self.worst = worst[np.lexsort((worst["a"], -worst["relative"]))][: self._limit]
 
-    def _add_firsts(self, name: str, found: Arrays, rows: Array) -> None:
-        rows = rows[found["a"][rows] < self.keys[name]["a"][found["key"][rows]]][::-1]
-        self.keys[name][found["key"][rows]] = rows_of(found, rows)
+    def _add_firsts(self, rows: Array) -> None:
+        self.keys["first"][rows["key"][::-1]] = rows[::-1]
 
-    def counts(self, constant: Array) -> Array:
-        """How many pairs there are of each key and kind.
+    def settle(self) -> None:
+        """The pair that differs first has inherited nothing: all of its operands that differ count as changed."""
+        ((number, key, kind),) = self.first[["a", "key", "kind"]].tolist()
+        for rows in (self.first, self.keys["first"], self.worst):
+            at = np.flatnonzero(rows["a"] == number)
+            rows["changed"][at] = rows["differing"][at]
+            rows["kind"][at] = OPERAND if kind == INHERITED else kind
+        if kind == INHERITED and self.keys["first"]["a"][key] == number:  # it is selected
+            self.counts[key, [INHERITED, OPERAND]] += [-1, 1]
 
-        Args:
-            constant: For each key, the operands that count as changed wherever they differ. All that differ do in the
-                first pair that differs.
-        """
-        first = self.keys["first"][np.argmin(self.keys["first"]["a"])].copy()
-        codes = self._codes.codes()
-        rows = np.zeros(len(codes) + 2, ROW)
-        rows["key"][:-2], rows["own"][:-2] = codes >> 24, codes >> 16 & 255
-        rows["differing"][:-2], rows["changed"][:-2] = codes >> 8 & 255, codes & 255
-        rows[-2:] = first
-        for each in (rows, self.keys["first"], self.keys["chosen"], self.worst):
-            each["changed"] |= each["differing"] & constant[each["key"]]
-        rows["changed"][-1] = first["differing"]
-        for each in (self.keys["first"], self.keys["chosen"], self.worst):
-            each["changed"][each["a"] == first["a"]] = first["differing"]
-        moved = int(first["a"] < NEVER and first["a"] == self.keys["chosen"]["a"][first["key"]])
-        found = np.zeros((len(self.keys), len(KINDS)), np.int64)
-        found[:, EQUAL] = self.keys["equal"]
-        np.add.at(found, (rows["key"], kinds_of(rows)), np.r_[self._counts, -moved, moved])
-        return found
+    def replace(self, rows: Array, chosen: Array) -> None:
+        """Take these pairs, in the order of the calls, in place of all that are not known to be equal."""
+        self.counts[:, np.arange(len(KINDS)) != EQUAL] = 0
+        np.add.at(self.counts, (rows["key"][chosen], rows["kind"][chosen]), 1)
+        self.keys["first"]["a"] = NEVER
+        self._add_firsts(rows[chosen & (rows["kind"] != NOT_COMPARED)])
+        self.worst = rows[np.searchsorted(rows["a"], self.worst["a"])]
 
 
 def rows_of(found: Arrays, which: Array) -> Array:

@@ -197,6 +197,17 @@ class HeatMap:
         """The columns that have calls, in order."""
         return np.unique(self._cells.keys[1]) if len(self._cells) else np.empty(0, np.int64)
 
+    def table(self, name: str) -> Array:
+        """A figure of all cells, `"calls"`, or a statistic, `"lhs_rms"`, by `spot` and column; NaN where it lacks."""
+        made = np.full((len(self.modules) * len(PHASES), len(self.columns)), np.nan)
+        role, _, figure = name.rpartition("_")
+        known = self._cells.figures if not role else {}
+        if f"{role}_calls" in self._cells.figures:
+            known = self._cells.statistics(role)
+        if figure in known:
+            made[self._cells.keys[0], np.searchsorted(self.columns, self._cells.keys[1])] = known[figure]
+        return made
+
     def as_dict(self) -> dict[str, Any]:
         """The map as lists of columns, which compress better than rows."""
         figures = self._cells.figures

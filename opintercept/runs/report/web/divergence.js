@@ -80,14 +80,14 @@ const divergence = (() => {
       return first ? [element("p", { title: meaning }, element("b", {}, "Above the noise: "), begin,
         `No step is more than ${noise.times} times above its module's noise.`)] : [];
     }
+    const { heat } = data.runs[0];
     const [unit, size] = above.noise > above.rounding ? ["noise", above.noise] : ["rounding", above.rounding];
     const ratio = above.error === "inf" ? Infinity : above.error / size;
+    const step = stepText(heat, above.column);
     return [
-      paragraph(element("b", {}, `First step above the noise: ${above.step}. `), begin,
-        `In step ${above.step}, ${above.phase}, `, name(above.module),
-        ` has an error of ${error(above.error)} in call ${above.index}`,
-        data.runs[0].ranks > 1 ? ` of rank ${above.rank}` : "",
-        `, ${plain(ratio)} times its ${unit} of ${plain(size)}.`),
+      paragraph(element("b", {}, `First step above the noise: ${step}. `), begin,
+        `In step ${step}, ${above.phase}, `, name(heat.modules[above.row]),
+        ` has an error of ${error(above.error)}, ${plain(ratio)} times its ${unit} of ${plain(size)}.`),
       element("p", { class: "quiet small" }, meaning),
     ];
   }
@@ -165,7 +165,7 @@ const divergence = (() => {
       row.cells = calls[y].map((sum, x) => {
         if (!sum) return null;
         const drift = errors[y][x];
-        const star = above && row.rows.includes(above.row) && columnOf(heat, above.step) === x;
+        const star = above && row.rows.includes(above.row) && above.column === x;
         if (drift && drift.inf && !row.group) infinite++;
         return {
           part: positive[y][x] === null ? null : colors.part(positive[y][x], past && past[y][x]),
