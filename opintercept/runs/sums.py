@@ -74,6 +74,15 @@ def starts_of(*keys: Array) -> Array:
     return np.flatnonzero(new)
 
 
+def ordinals(*keys: Array) -> Array:
+    """The number of each row among those of its keys, in whose order rows with the same first key are."""
+    order = np.argsort(keys[0], kind="stable")
+    starts = starts_of(*(key[order] for key in keys))
+    found = np.empty(len(order), np.int64)
+    found[order] = np.arange(len(order)) - np.repeat(starts, np.diff(np.r_[starts, len(order)]))
+    return found
+
+
 _SUMMED = ("calls", "count", "nan", "inf", "finite", "total", "square")
 
 

@@ -65,8 +65,7 @@ def diff(
 
     Raises:
         TypeError: `a` or `b` is not a run.
-        OpInterceptError: Both runs have calls, but no selected call has a counterpart; a run changed meanwhile; or a
-            temporary file cannot be written, which takes 20 bytes for each call whose first operands differ.
+        OpInterceptError: Both runs have calls, but no selected call has a counterpart; or a run changed meanwhile.
         ValueError: A tolerance is not a finite number from 0, or the limit is below 1.
 
     Example:

@@ -10,22 +10,19 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from difflib import SequenceMatcher
 from itertools import zip_longest
-from tempfile import SpooledTemporaryFile
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
-from opintercept._core.errors import OpInterceptError
 from opintercept._core.record import CallRecord, Phase
 from opintercept.runs.compare.pairing import PAIRINGS, Ids, family, fingerprint
 from opintercept.runs.program.names import is_plain, module_name, operator_name
 from opintercept.runs.store.columns import Array, Arrays, Columns
-from opintercept.runs.sums import KindNumbers, starts_of
+from opintercept.runs.sums import KindNumbers, ordinals, starts_of
 
 _BUDGET = 5_000_000  # comparisons of equal elements that difflib may make for a pair of runs: about five seconds
 _SOME = 10_000  # changed calls that are looked at to find shuffled ones
-_SPOOLED = 1 << 24  # bytes of changed calls that are held in memory to find shuffled ones
-_CHANGED = np.dtype([("a", "u8"), ("b", "u8"), ("key", "u4")])
+_MOST_CHANGED = 1 << 20  # changed calls that are held in memory to find shuffled ones
 _WAITING = 1 << 16  # calls that wait for a counterpart; when there are more, their keys do not pair in order
 PHASES = get_args(Phase)
 _HASHES = ("lhs_hash", "rhs_hash", "bias_hash")
@@ -185,44 +182,38 @@ class PairWindow(NamedTuple):
 class _Changed:
     """Finds keys of which a call of A has the first operands of another call of B, as shuffled ones have.
 
-    It keeps the operands of calls where they changed, in a temporary file if these are many.
+    It keeps the operands of calls where they changed; of very many, those whose hash ends with enough zeros.
     """
 
     def __init__(self) -> None:
         self.keys: set[int] = set()  # those that do not pair in order
-        self._counts = np.zeros(0, np.int64)
-        self._file = SpooledTemporaryFile(_SPOOLED)  # noqa: SIM115
+        self._kept = [np.zeros((2, 0), np.uint64), np.zeros((2, 0), np.uint64)]  # hashes and keys, of A and of B
+        self._new: tuple[list[Array], list[Array]] = ([], [])
+        self._waiting, self._zeros = 0, np.uint64(0)
 
     def add(self, keys: Array, own: Array, others: Array) -> None:
-        """Add calls; some of each key are enough."""
-        size = max(int(keys.max()) + 1, len(self._counts))
-        self._counts = np.pad(self._counts, (0, size - len(self._counts)))
-        some = self._counts[keys] < _SOME
-        self._counts += np.bincount(keys, minlength=size)
+        """Add calls."""
         odd = keys.view(np.uint64) * _ODD  # so that the same operands of calls with other keys differ
-        made = np.empty(len(keys), _CHANGED)
-        made["key"], made["a"], made["b"] = keys, own.view(np.uint64), others.view(np.uint64)
-        for side in ("a", "b"):
-            made[side] ^= np.where(made[side] == 0, made[side], odd)  # 0 stays: nothing is known of it
-        try:
-            self._file.write(made[some].tobytes())
-        except OSError as failed:
-            raise OpInterceptError(f"cannot write to a temporary file: {failed}; set TMPDIR to a folder") from failed
+        for new, inputs in zip(self._new, (own.view(np.uint64), others.view(np.uint64)), strict=True):
+            some = np.flatnonzero((inputs != 0) & ((inputs & self._zeros) == 0))  # 0 is not known
+            new.append(np.stack([inputs[some] ^ odd[some], keys[some].view(np.uint64)]))
+            self._waiting += len(some)
+        if self._waiting > _MOST_CHANGED:
+            self._join()
+
+    def _join(self) -> None:
+        self._kept = [np.hstack([kept, *new]) for kept, new in zip(self._kept, self._new, strict=True)]
+        self._new, self._waiting = ([], []), 0
+        while max(kept.shape[1] for kept in self._kept) > _MOST_CHANGED:
+            self._zeros = self._zeros * np.uint64(2) + np.uint64(1)
+            ends = [(kept[0] ^ kept[1] * _ODD) & self._zeros for kept in self._kept]
+            self._kept = [kept[:, end == 0] for kept, end in zip(self._kept, ends, strict=True)]
 
     def apart(self) -> Array:
         """The keys that do not pair in order."""
-        size, piece = self._file.tell(), _CHANGED.itemsize << 14
-        parts = 1 + size // _SPOOLED
-        for part in range(parts):
-            self._file.seek(0)
-            read = (np.frombuffer(self._file.read(piece), _CHANGED) for _ in range(0, size, piece))
-            held = [each[(each["key"] * np.uint32(_ODD >> np.uint64(32)) >> 16) % parts == part] for each in read]
-            others = np.sort(np.concatenate([np.zeros(1, np.uint64), *(each["b"] for each in held)]))
-            for each in held:
-                own = np.sort(each["a"])
-                found = own[(others[np.searchsorted(others, own, "right") - 1] == own) & (own != 0)]
-                self.keys.update(each["key"][np.isin(each["a"], found)].tolist() if len(found) else ())
-        self._file.close()
+        self._join()
+        (own, keys), (others, _) = self._kept
+        self.keys.update(keys[np.isin(own, others)].tolist())
         return np.array(sorted(self.keys), np.int64)
 
 
@@ -327,7 +318,7 @@ class Pairs:
                 window = PairWindow(new[0][0], new[1][0], np.zeros(new[0].shape[1], np.uint8), chunk_a, chunk_b)
             else:
                 both = [np.hstack(each) for each in zip(waiting, new, strict=True)]
-                codes, others = (keys << 32 | _ordinals(keys) for _, keys in both)
+                codes, others = (keys << 32 | ordinals(keys) for _, keys in both)
                 _, *at = np.intersect1d(codes, others, assume_unique=True, return_indices=True)
                 numbers, others = (each[0, places] for each, places in zip(both, at, strict=True))
                 waiting = [np.delete(each, places, 1) for each, places in zip(both, at, strict=True)]
@@ -483,15 +474,6 @@ def _begun_later(a: _ApartCalls, b: _ApartCalls) -> int:
     _, at_a, at_b = np.intersect1d(in_a, in_b, assume_unique=True, return_indices=True)
     found, counts = np.unique(steps_a[at_a] - steps_b[at_b], return_counts=True)
     return int(found[np.argmax(counts)]) if 2 * counts.max(initial=0) > counts.sum() else 0
-
-
-def _ordinals(keys: Array) -> Array:
-    """The number of each call among those of its key."""
-    order = np.argsort(keys, kind="stable")
-    starts = starts_of(keys[order])
-    found = np.empty(len(keys), np.int64)
-    found[order] = np.arange(len(keys)) - np.repeat(starts, np.diff(np.r_[starts, len(keys)]))
-    return found
 
 
 def _groups(table: _ApartCalls, name: str, alone: Array) -> dict[int, Array]:

@@ -19,7 +19,7 @@ from opintercept.runs.ranks.rules import Alike, Counts, MatchedCalls, OutlierFin
 from opintercept.runs.ranks.windows import BLOCK, MOST, ROLES, Window, WindowReader
 from opintercept.runs.store.columns import Array
 from opintercept.runs.store.run import Run
-from opintercept.runs.sums import starts_of
+from opintercept.runs.sums import ordinals, starts_of
 
 _EDGE = (1 << BLOCK) - 1
 
@@ -157,11 +157,7 @@ class _Comparison:
 
     def _ordinals(self, what: tuple[str, int], window: Window, key: Array, time: Array) -> Array:
         """The number of each call among those of its place in its step."""
-        order = np.argsort(key, kind="stable")
-        keys, times = key[order], time[order]
-        starts = starts_of(keys, times)
-        found = np.empty(len(keys), np.int64)
-        found[order] = np.arange(len(keys)) - np.repeat(starts, np.diff(np.r_[starts, len(keys)]))
+        found = ordinals(key, time)
         if not (window.begins and window.ends):
             before = grown(self._carried.get(what, np.zeros(0, np.int64)), int(key.max(initial=-1)) + 1)
             found += before[key]

@@ -250,7 +250,7 @@ def few_together(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
     for name in ("CHUNK", "_CHECKED"):
         monkeypatch.setattr(f"opintercept.runs.store.columns.{name}", calls)
     monkeypatch.setattr("opintercept.runs.compare.index._WAITING", 2 * calls)
-    monkeypatch.setattr("opintercept.runs.compare.index._SPOOLED", 10 * calls)
+    monkeypatch.setattr("opintercept.runs.compare.index._MOST_CHANGED", 40)
 
 
 @pytest.mark.parametrize("change", ["none", "all", "left out", "added", "moved", "shuffled", "cut", "other modules"])
