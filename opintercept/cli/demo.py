@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections import defaultdict
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from opintercept._core.text import aligned
+from opintercept._core.tables import Cells
 from opintercept.cli.build import worth_it
 from opintercept.cli.options import count
+from opintercept.cli.terminal.output import print_parts
 
 if TYPE_CHECKING:
     import torch
 
-    from opintercept._core.record import CallRecord
+_ROWS = 12  # of the table
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -44,10 +43,10 @@ def command(arguments: argparse.Namespace) -> int:
     print(f"A decoder of {parameters:,} parameters learns {text_source.__name__}.py ({len(text):,} characters).")
     print("The first matmuls, forward, and the first three backward:")
 
-    recorder = hooks.Recorder()
+    profile = hooks.Profile()
     shown = [hooks.when(hooks.Print(), phase="forward", first=6), hooks.when(hooks.Print(), phase="backward", first=3)]
     started = time.perf_counter()
-    with intercept([recorder, *shown]) as interceptor:
+    with intercept([profile, *shown]) as interceptor:
         for step in range(steps):
             starts = torch.randint(len(data) - context - 1, (batch,))
             chunk = torch.stack([data[start : start + context + 1] for start in starts.tolist()])
@@ -61,11 +60,14 @@ def command(arguments: argparse.Namespace) -> int:
                 print(f"step {step:3}  loss {loss.item():.3f}")
     elapsed = time.perf_counter() - started
     print()
-    print(_by_shape(recorder.records, elapsed))
+    for table in profile.parts():
+        print_parts([table._replace(rows=table.rows[:_ROWS], notes=["..."])] if isinstance(table, Cells) else [table])
+    whole = profile.by_module()[""]
+    print(f"These matmuls are {whole.seconds / elapsed:.1%} of the {elapsed:.1f} s of training.")
     if opaque := ", ".join(f"{name} x{count}" for name, count in interceptor.opaque.items()):
         print(f"opaque (matmuls inside are not shown): {opaque}")
     print("\nNext, a program of your own: opintercept run train.py")
-    for line in worth_it(len(recorder.records), elapsed):
+    for line in worth_it(whole.calls, elapsed):
         print(line)
     return 0
 
@@ -103,23 +105,3 @@ def _decoder(alphabet: int, context: int) -> torch.nn.Module:
             return logits
 
     return Decoder()
-
-
-def _by_shape(records: Sequence[CallRecord], elapsed: float) -> str:
-    """Write a table of the calls by operator and GEMM shape, the most expensive first."""
-    rows: dict[tuple[str, str], list[CallRecord]] = defaultdict(list)
-    for record in records:
-        shape = str(record.gemm) if record.gemm is not None else f"{record.lhs}"
-        rows[record.op.removeprefix("aten::"), shape].append(record)
-    seconds = {key: sum(record.elapsed or 0.0 for record in group) for key, group in rows.items()}
-    total = sum(seconds.values())
-
-    def cells(records: Sequence[CallRecord], seconds: float) -> list[str]:
-        flops = sum(record.flops or 0 for record in records)
-        return [str(len(records)), f"{flops / 1e6:.1f}", f"{seconds * 1e3:.1f}", f"{seconds / total:.1%}"]
-
-    table = [["operator", "shape", "calls", "MFLOP", "ms", "share"]]
-    for key in sorted(rows, key=lambda key: -seconds[key]):
-        table.append([*key, *cells(rows[key], seconds[key])])
-    table.append(["all", "", *cells(records, total)])
-    return f"{aligned(table, left=2)}\nThese matmuls are {total / elapsed:.1%} of the {elapsed:.1f} s of training."

@@ -39,28 +39,11 @@ def test_demo_shows_the_matmuls_of_a_training_run(capsys: pytest.CaptureFixture[
     assert losses[1] < losses[0]
     opaque = next(line for line in lines if line.startswith("opaque (matmuls inside are not shown): "))
     assert "aten::_scaled_dot_product_flash_attention_for_cpu x6" in opaque
+    start = next(i for i, line in enumerate(lines) if line.startswith("module "))
+    assert all(re.search(r" \d+\.\d% ", line) for line in lines[start + 1 : start + 13])
+    assert lines[start + 13] == "..."
+    assert re.fullmatch(r"These matmuls are \d+\.\d% of the \d+\.\d s of training\.", lines[start + 14])
     assert lines[-1] == "Next, a program of your own: opintercept run train.py"
-
-
-def test_rows_of_the_demo_table_add_up(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["demo", "--steps", "1"])
-    lines = capsys.readouterr().out.splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith("operator "))
-    end = next(i for i, line in enumerate(lines) if line.startswith("all "))
-    row = re.compile(r" (\d+) +(\d+\.\d) +(\d+\.\d) +(\d+\.\d)%$")
-    parts = [match for line in lines[start + 1 : end] if (match := row.search(line))]
-    total = row.search(lines[end])
-    assert total is not None
-    assert len(parts) == end - start - 1 > 5
-    assert sum(int(part[1]) for part in parts) == int(total[1])
-    # Each row is rounded to 0.1 MFLOP.
-    assert sum(float(part[2]) for part in parts) == pytest.approx(float(total[2]), abs=0.05 * (len(parts) + 1))
-    # A share is of the time of all matmuls, on each line.
-    assert total[4] == "100.0"
-    assert sum(float(part[4]) for part in parts) == pytest.approx(100, abs=0.05 * len(parts))
-    assert re.fullmatch(r"These matmuls are \d+\.\d% of the \d+\.\d s of training\.", lines[end + 1])
-    # A step: 3 layers of 4 linears each, and the head, with two products each in backward; attention both ways.
-    assert int(total[1]) == 3 * (4 * 3 + 2) + 3
 
 
 @pytest.mark.parametrize(
