@@ -12,8 +12,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
-from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -26,7 +24,7 @@ from opintercept._kit.repro import write_repro
 from opintercept._values import roundoff
 from opintercept._values.errors import between
 from opintercept.runs.program import again
-from opintercept.runs.record import description
+from opintercept.runs.record.description import FLAGS
 from opintercept.runs.store.codec import StoredCall, is_output
 from opintercept.runs.store.run import MAX_TENSOR, Run
 
@@ -126,28 +124,6 @@ def _expected(call: StoredCall, dtype: str) -> str:
         f"rounding to {dtype} explains an absolute error up to about {bound:.1e}, in sums of {terms} products; "
         "if these nearly cancel, the relative error and the ulp are large even so"
     )
-
-
-def _bool(text: str) -> bool:
-    if text.lower() not in ("true", "false"):
-        raise ValueError(f"a flag must be True or False, got {text!r}")
-    return text.lower() == "true"
-
-
-_SETTERS: dict[str, tuple[Callable[[Any], Any], Callable[[str], Any]]] = {
-    "float32_matmul_precision": (torch.set_float32_matmul_precision, str),
-    "deterministic_algorithms": (torch.use_deterministic_algorithms, _bool),
-    "threads": (torch.set_num_threads, int),
-    "mkldnn": (torch.backends.mkldnn.set_flags, _bool),
-}
-for _owner, _names in {
-    "cuda.matmul": ("allow_tf32", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"),
-    "cudnn": ("allow_tf32",),
-}.items():
-    for _name in _names:
-        _SETTERS[f"{_owner}.{_name}"] = partial(setattr, attrgetter(_owner)(torch.backends), _name), _bool
-# By the name in a run's flags: how to read the setting, how to set it, and how to read its value from a text.
-FLAGS = {name: (description.FLAGS[name], *setter) for name, setter in _SETTERS.items()}
 
 
 def replay(
@@ -331,11 +307,21 @@ def _compared(role: str, recorded: torch.Tensor, now: torch.Tensor) -> Replayed:
     return Replayed(role, metas[0], metas[1], equal, *figures)
 
 
+_SET = {name: set_ for name, (_, set_) in FLAGS.items() if set_ is not None}
+
+
 def _parsed(flags: Mapping[str, str]) -> dict[str, Any]:
+    """The values of flags, which are of the types that they have now."""
     for name in flags:
-        if name not in FLAGS:
-            raise ValueError(f"a flag must be one of {', '.join(FLAGS)}, got {name!r}")
-    return {name: FLAGS[name][2](text) for name, text in flags.items()}
+        if name not in _SET:
+            raise ValueError(f"a flag must be one of {', '.join(_SET)}, got {name!r}")
+    return {name: _value(type(FLAGS[name][0]()), text) for name, text in flags.items()}
+
+
+def _value(kind: type, text: str) -> Any:
+    if kind is bool and text.lower() not in ("true", "false"):
+        raise ValueError(f"a flag must be True or False, got {text!r}")
+    return text.lower() == "true" if kind is bool else kind(text)
 
 
 @contextlib.contextmanager
@@ -344,8 +330,8 @@ def _set(flags: Mapping[str, Any]) -> Iterator[None]:
     before = {name: FLAGS[name][0]() for name in flags}
     try:
         for name, value in flags.items():
-            FLAGS[name][1](value)
+            _SET[name](value)
         yield
     finally:
         for name, value in before.items():
-            FLAGS[name][1](value)
+            _SET[name](value)

@@ -13,6 +13,8 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -67,35 +69,33 @@ def _devices() -> tuple[str, ...]:
     return tuple(torch.cuda.get_device_name(i)[:MAX_TEXT] for i in range(torch.cuda.device_count()))
 
 
-# Settings that decide how products are computed, and how to read them.
-FLAGS: dict[str, Callable[[], Any]] = {
-    "default_dtype": torch.get_default_dtype,
-    "float32_matmul_precision": torch.get_float32_matmul_precision,
-    "deterministic_algorithms": torch.are_deterministic_algorithms_enabled,
-    "threads": torch.get_num_threads,
-    "mkldnn": lambda: torch.backends.mkldnn.enabled,
-    "mkldnn.allow_tf32": lambda: torch.backends.mkldnn.allow_tf32,
-    "cuda.matmul.allow_tf32": lambda: torch.backends.cuda.matmul.allow_tf32,
-    "cuda.matmul.allow_fp16_reduced_precision_reduction": (
-        lambda: torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
-    ),
-    "cuda.matmul.allow_bf16_reduced_precision_reduction": (
-        lambda: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
-    ),
-    "cuda.preferred_blas_library": torch.backends.cuda.preferred_blas_library,
-    "cudnn.allow_tf32": lambda: torch.backends.cudnn.allow_tf32,
-    "cudnn.benchmark": lambda: torch.backends.cudnn.benchmark,
-    "cudnn.deterministic": lambda: torch.backends.cudnn.deterministic,
-    "sdp.flash": torch.backends.cuda.flash_sdp_enabled,
-    "sdp.mem_efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
-    "sdp.math": torch.backends.cuda.math_sdp_enabled,
+_ATTRIBUTES = (
+    *("mkldnn.allow_tf32", "cuda.matmul.allow_tf32", "cuda.matmul.allow_fp16_reduced_precision_reduction"),
+    *("cuda.matmul.allow_bf16_reduced_precision_reduction", "cudnn.allow_tf32", "cudnn.benchmark"),
+    "cudnn.deterministic",
+)
+# Settings that decide how products are computed: how to read them, and to set those that a replay may change.
+FLAGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
+    "default_dtype": (torch.get_default_dtype, None),
+    "float32_matmul_precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "deterministic_algorithms": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    "threads": (torch.get_num_threads, torch.set_num_threads),
+    "mkldnn": (lambda: torch.backends.mkldnn.enabled, torch.backends.mkldnn.set_flags),
+    "cuda.preferred_blas_library": (torch.backends.cuda.preferred_blas_library, None),
+    "sdp.flash": (torch.backends.cuda.flash_sdp_enabled, None),
+    "sdp.mem_efficient": (torch.backends.cuda.mem_efficient_sdp_enabled, None),
+    "sdp.math": (torch.backends.cuda.math_sdp_enabled, None),
 }
+for _path in _ATTRIBUTES:
+    _owner, _, _name = _path.rpartition(".")
+    _found = attrgetter(_owner)(torch.backends)
+    FLAGS[_path] = partial(getattr, _found, _name), partial(setattr, _found, _name)
 
 
 def _flags() -> dict[str, str]:
     """The values of those `FLAGS` that this torch has."""
     found = {}
-    for name, ask in FLAGS.items():
+    for name, (ask, _) in FLAGS.items():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch is renaming some of them
             try:

@@ -18,6 +18,7 @@ from opintercept._core.errors import OpInterceptError
 from opintercept._core.record import CallRecord
 from opintercept._core.text import printable
 from opintercept.runs.compare.index import PHASES
+from opintercept.runs.program.words import module_text
 from opintercept.runs.store.codec import StoredCall, is_output
 from opintercept.runs.store.columns import FIGURES, Array, Arrays, CallSignature, Columns, StoredCallSite
 from opintercept.runs.store.run import Run
@@ -124,7 +125,7 @@ def _ends(text: str) -> str:
 
 def module_label(name: str | None) -> str:
     """A module's name as the page shows it."""
-    return "(not attributed)" if name is None else shown_text(name) or "(outside of modules)"
+    return shown_text(name) if name else module_text(name)
 
 
 def rounded(value: float | None) -> float | None:

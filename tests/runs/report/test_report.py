@@ -174,13 +174,13 @@ def test_a_row_names_its_module_and_a_star_stands_for_numbers_that_differ(tmp_pa
     """A module of a `Sequential` is named by a number alone."""
     named = {
         "1": ["1"], "0.0": ["0.0"], "layers.*.2": ["layers.0.2", "layers.1.2"], "*.*.a": ["2.0.a", "3.0.a", "3.1.a"],
-        "a*b": ["a*b"], "(outside of modules)": [""],
+        "a*b": ["a*b"], "(outermost)": [""],
     }  # fmt: skip
     long = [f"{number}.{'x' * panels.NAME}.{'y' * panels.NAME}" for number in (7, 8)]
     modules = [*itertools.chain(*named.values()), *long, None]
     rows = summary(tmp_path, *((replace(CALL, module=module), {}) for module in modules))["gemms"]["rows"]
     found = {row[2]: row[6] for row in rows}
-    unnamed = {panels.shown_text(f"*{long[0][1:]}"): 2, "(not attributed)": 1}
+    unnamed = {panels.shown_text(f"*{long[0][1:]}"): 2, "(unknown module)": 1}
     assert found == {name: len(each) for name, each in named.items()} | unnamed
 
 
