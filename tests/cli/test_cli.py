@@ -154,7 +154,7 @@ def test_commands_that_read_runs_say_what_they_need(name: str, option: str, tmp_
 
 def test_cli_extra_lists_what_the_commands_import() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    assert sorted(project["optional-dependencies"]["cli"]) == ["duckdb", "numpy", "safetensors", "shtab", "tqdm"]
+    assert sorted(project["optional-dependencies"]["cli"]) == ["duckdb", "numpy", "safetensors", "shtab"]
 
 
 def imports_torch(code: str) -> bool:

@@ -61,8 +61,7 @@ class ChosenHooks:
         self.shown: dict[str, Any] = {name: getattr(hooks, name)(**options.get(name, {})) for name in names}
         search = self.shown.get("NonFinite")
         self._search = hooks.NonFinite(**options["NonFinite"]) if search is None and arguments.stop else search
-        visible = not arguments.quiet and self.rank == 0
-        self.tally = Tally(self._search, stderr, visible and stderr.isatty())
+        self.tally = Tally(self._search, stderr, not arguments.quiet and self.rank == 0)
         self.recorder: RunRecorder | None = None
         self.searches_all = False
         self.arguments = arguments

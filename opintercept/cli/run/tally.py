@@ -1,23 +1,20 @@
 """`Tally`: counts the calls of `opintercept run`, and shows the counts on a terminal while the program runs.
 
-Invariant: a terminal that is gone does not stop the program. Must not import torch.
+Must not import torch.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
-import time
 from typing import TYPE_CHECKING, Any, TextIO
 
 from opintercept._core.in_kernel import Work
 from opintercept._core.text import amount, counted
+from opintercept.cli.terminal.progress import EVERY, StatusLine
 
 if TYPE_CHECKING:
     from opintercept._core.call import OpCall
     from opintercept._core.record import PendingRecord
-
-_PROGRESS_SECONDS = 0.25
 
 
 class Tally:
@@ -32,9 +29,7 @@ class Tally:
         self.seconds = 0.0
         self._lock = threading.RLock()
         self._nonfinite = nonfinite
-        self._stderr = stderr
-        self._due = time.monotonic() + _PROGRESS_SECONDS if visible else float("inf")
-        self._drawn = False
+        self.line = StatusLine(stderr, EVERY, visible)
 
     def post(self, call: OpCall) -> None:
         """Count the call."""
@@ -57,21 +52,12 @@ class Tally:
             self.calls += 1
             self.flops += flops
             self.seconds += seconds or 0.0
-        if time.monotonic() >= self._due:
-            self._due = time.monotonic() + _PROGRESS_SECONDS
-            self._drawn = True
-            write(self._stderr, f"\r\x1b[Kopintercept: {self}")
+        self.line.show(lambda: f"opintercept: {self}")
 
     def error(self, call: OpCall, exception: BaseException) -> None:
         """Count a call that raised."""
         with self._lock:
             self.failed += 1
-
-    def clear(self) -> None:
-        """Remove the line of progress."""
-        if self._drawn:
-            self._drawn = False
-            write(self._stderr, "\r\x1b[K")
 
     def __str__(self) -> str:
         text = f"{counted(self.calls, 'call')}, {amount(self.flops, 'FLOP')}"
@@ -81,10 +67,3 @@ class Tally:
             search = self._nonfinite
             text += f", {len(search.findings) + search.passed_on + search.discarded:,} not finite"
         return text
-
-
-def write(stderr: TextIO, text: str) -> None:
-    """Write at once."""
-    with contextlib.suppress(OSError, ValueError):  # closed, or the terminal is gone
-        stderr.write(text)
-        stderr.flush()

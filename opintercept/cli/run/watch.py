@@ -21,7 +21,7 @@ from opintercept._core.errors import OpInterceptError, OpInterceptWarning
 from opintercept.cli import UNUSABLE
 from opintercept.cli.run.hooks import ChosenHooks, Stop
 from opintercept.cli.run.summary import summary
-from opintercept.cli.run.tally import write
+from opintercept.cli.terminal.progress import write
 from opintercept.runs.store.run import INFO
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class ProgramWatch:
     def clear_progress(self) -> None:
         """Remove the line of progress."""
         if self._hooks is not None:
-            self._hooks.tally.clear()
+            self._hooks.tally.line.clear()
 
     def end(self) -> None:
         """Leave the block and print the summary."""
