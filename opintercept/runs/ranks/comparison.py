@@ -7,8 +7,10 @@ Needs numpy. Must not import torch.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from operator import itemgetter
 
 import numpy as np
 
@@ -24,21 +26,6 @@ from opintercept.runs.sums import ordinals, starts_of
 _EDGE = (1 << BLOCK) - 1
 
 
-class _Found(NamedTuple):
-    """A finding, by numbers."""
-
-    what: What
-    key: int
-    time: int
-    place: int  # in its step
-    process: int
-    number: int
-    parts: tuple[Group, ...]
-    numbers: tuple[float, ...] = ()
-    statistic: str | None = None
-    times: int = 1
-
-
 def compare(run: Run, limit: int, window: int = MOST) -> RankDifference:
     """Compare the ranks of a run of at least two processes, so many calls together."""
     return _Comparison(run, WindowReader(run, window)).result(limit)
@@ -49,7 +36,8 @@ class _Comparison:
         self._run, self._windows = run, windows
         size = len(windows.ranks)
         self._operands = Alike(size, windows.weight)
-        self._found: dict[tuple[object, ...], tuple[_Found, int]] = {}
+        # The first finding of each sort at each place, with what puts them in order, and how often there is one.
+        self._found: dict[tuple[object, ...], tuple[tuple[int, int, int], RankFinding, int]] = {}
         self._carried: dict[tuple[str, int], Array] = {}
         self._earlier: dict[tuple[int, int], tuple[int, int]] = {}
         self._counts = Counts(size)
@@ -66,17 +54,17 @@ class _Comparison:
             if window.begins:
                 self._carried.clear()
                 self._earlier.clear()
-            found = [*self._diverged(window), *self._uneven(window)]
+            self._diverged(window)
+            self._uneven(window)
             if len(windows.ranks) > 2:
-                found += self._outliers(window)
-            found += self._not_finite(window)
-            self._keep(found)
-        every = sorted(self._found.values(), key=lambda kept: _when(kept[0]))
+                self._outliers(window)
+            self._not_finite(window)
+        every = sorted(self._found.values(), key=itemgetter(0))
         # Activation checkpointing shows a weight a second time, in a recompute.
         shared = Counter(
             self._ranks(groups)
             for key, groups in self._operands.agreed.items()
-            if windows.weight[key] and windows.named(windows.operands.places[key])[0].phase == "forward"
+            if windows.weight[key] and windows.operands.places[key].call_site.phase == "forward"
         )
         unshared = shared.pop((), 0)
         size = max(info.world_size for info in infos.values())
@@ -91,7 +79,7 @@ class _Comparison:
             steps=windows.steps or (0, 0),
             shared=tuple(sorted(shared.items(), key=lambda each: (-each[1], each[0]))),
             unshared=unshared,
-            findings=tuple(self._finding(found, times) for found, times in every[:limit]),
+            findings=tuple(replace(found, times=times) for _, found, times in every[:limit]),
             found=len(every),
             outliers=len(windows.ranks) > 2,
         )
@@ -99,39 +87,44 @@ class _Comparison:
     def _ranks(self, groups: Sequence[Group]) -> tuple[Group, ...]:
         return tuple(tuple(self._windows.ranks[process] for process in group) for group in groups)
 
-    def _keep(self, found: list[_Found]) -> None:
-        """Keep the first finding of each sort at each place, and count the others."""
-        for each in sorted(found, key=_when):
-            odd = each.parts[1:] if each.what in ("calls", "outlier", "not finite") else ()
-            key = (each.what, each.key, odd)
-            first, times = self._found.get(key, (each, 0))
-            self._found[key] = first, times + each.times
-
-    def _finding(self, found: _Found, times: int) -> RankFinding:
-        windows = self._windows
-        if found.what in ("weight", "operand"):
-            place = windows.operands.places[found.key]
-            operand: str | None = windows.role[found.key]
-        elif found.what == "calls":
-            place, operand = windows.calls.places[found.key], None
-        else:
-            place, operand = windows.outputs.places[found.key], "output"
-        call_site, record = windows.named(place)
-        return RankFinding(
-            what=found.what,
-            parts=self._ranks(found.parts),
-            step=found.time & _EDGE,
-            rank=windows.ranks[found.process],
-            index=found.number,
-            module=module_name(call_site.module),
-            op=record.op,
-            phase=call_site.phase,
-            source=call_site.source,
-            operand=operand,
-            numbers=found.numbers,
-            statistic=found.statistic,
-            times=times,
-        )
+    def _note(
+        self,
+        what: What,
+        key: int,
+        when: tuple[int, int],
+        call: tuple[int, int],
+        parts: tuple[Group, ...],
+        numbers: tuple[float, ...] = (),
+        statistic: str | None = None,
+        times: int = 1,
+    ) -> None:
+        """Add a finding at a place, at a time and a place in its step, in a call of a process."""
+        name = _name(what, key, parts)
+        order = *when, _WHATS.index(what)  # at one place, what decides the others comes first
+        earlier, found, before = self._found.get(name, (order, None, 0))
+        if found is None or order < earlier:
+            windows = self._windows
+            of = {"weight": windows.operands, "operand": windows.operands, "calls": windows.calls}
+            place = of.get(what, windows.outputs).places[key]
+            earlier, found = (
+                order,
+                RankFinding(
+                    what=what,
+                    parts=self._ranks(parts),
+                    step=when[0] & _EDGE,
+                    rank=windows.ranks[call[0]],
+                    index=call[1],
+                    module=module_name(place.call_site.module),
+                    op=place.record.op,
+                    phase=place.call_site.phase,
+                    source=place.call_site.source,
+                    operand=place.operand,
+                    numbers=numbers,
+                    statistic=statistic,
+                    times=0,
+                ),
+            )
+        self._found[name] = earlier, found, before + times
 
     def _rows(self, what: str, window: Window, keys: list[Array]) -> MatchedCalls:
         """Match the calls of all processes by place, step and number; a key of -1 leaves a call out."""
@@ -163,7 +156,7 @@ class _Comparison:
             self._carried[what] = before + np.bincount(key, minlength=len(before))
         return found
 
-    def _diverged(self, window: Window) -> Iterator[_Found]:
+    def _diverged(self, window: Window) -> None:
         """Operands that were equal on several ranks, and are not."""
         weight = self._windows.weight
         for role in ROLES:
@@ -177,9 +170,9 @@ class _Comparison:
             constant = (_column(window, keys, f"{role}_min") == _column(window, keys, f"{role}_max"))[rows.order]
             for row, parts in self._operands.diverged(rows, value, constant):
                 what: What = "weight" if weight[rows.key[row]] else "operand"
-                yield _at(what, window, rows, row, parts)
+                self._note(what, *_at(window, rows, row, parts))
 
-    def _uneven(self, window: Window) -> Iterator[_Found]:
+    def _uneven(self, window: Window) -> None:
         """Steps in which ranks make different calls."""
         keys = [part.places["call"].astype(np.int64) for part in window.parts]
         if not window.ends:  # a step of very many calls, of which the last one at each place can be named
@@ -187,14 +180,12 @@ class _Comparison:
                 places, last = np.unique(calls[::-1], return_index=True)
                 for where, call in zip(places.tolist(), (len(calls) - 1 - last).tolist(), strict=True):
                     self._earlier[process, where] = int(part.place[call]), int(part.columns["index"][call])
-        named: set[tuple[int, tuple[Group, ...]]] = set()  # of which no call has to be named any more
         for key, time, counts in self._counts.uneven(window, keys, self._end):
             parts = by_value(counts, {p: RankOperand(key, n) for p, n in counts.items()})
             shown = tuple(float(counts[part[0]]) for part in parts)
-            if ("calls", key, parts[1:]) in self._found or (key, parts[1:]) in named:
-                yield _Found("calls", key, time, 0, 0, 0, parts, shown)
+            if _name("calls", key, parts) in self._found:
+                self._note("calls", key, (time, 0), (0, 0), parts, shown)
                 continue
-            named.add((key, parts[1:]))
             # The first call that not all of them make, on a rank that makes it.
             most = max(counts, key=lambda p: (counts[p], -p))
             part = window.parts[most]
@@ -204,11 +195,11 @@ class _Comparison:
                 place, index = int(part.place[call]), int(part.columns["index"][call])
             else:
                 place, index = self._earlier[most, key]
-            yield _Found("calls", key, time, place, most, index, parts, shown)
+            self._note("calls", key, (time, place), (most, index), parts, shown)
 
-    def _outliers(self, window: Window) -> Iterator[_Found]:
+    def _outliers(self, window: Window) -> None:
         """Outputs of a rank that stay far smaller or larger than those of the others, or are so by a huge factor."""
-        backward = np.array(self._windows.backward, bool)
+        backward = np.array([place.backward for place in self._windows.outputs.places], bool)
         # The gradients of a batch can be any times smaller than those of another.
         outputs = [part.places["output"] for part in window.parts]
         keys = [np.where(backward[output], -1, output) for output in outputs]
@@ -221,15 +212,15 @@ class _Comparison:
                     own = int(rows.process[streak.first])
                     others = rows.process[rows.starts[number] : rows.starts[number + 1]].tolist()
                     parts = tuple(sorted(process for process in others if process != own)), (own,)
-                    found = _at("outlier", window, rows, number, parts)
-                    streak.about = found._replace(numbers=(streak.usual, streak.value), statistic=statistic)
+                    figures = (streak.usual, streak.value), statistic
+                    streak.note = partial(self._note, "outlier", *_at(window, rows, number, parts), *figures)
                     streak.first = None
                 if streak.reported:
-                    yield streak.about._replace(times=streak.reported)
+                    streak.note(times=streak.reported)
 
-    def _not_finite(self, window: Window) -> Iterator[_Found]:
+    def _not_finite(self, window: Window) -> None:
         """Outputs with NaN or infinities on fewer than half of the ranks."""
-        scaled = np.array(self._windows.scaled, bool)
+        scaled = np.array([place.scaled for place in self._windows.outputs.places], bool)
         keys = [part.places["output"] for part in window.parts]
         bad = []
         for part, key in zip(window.parts, keys, strict=True):
@@ -247,26 +238,28 @@ class _Comparison:
             is_bad = of_entries[entries]
             processes = rows.process[entries]
             parts = tuple(tuple(sorted(processes[which].tolist())) for which in (~is_bad, is_bad))
-            yield _at("not finite", window, rows, row, parts)
-
-
-def _when(found: _Found) -> tuple[int, int, int]:
-    """Where a finding is in the run; at one place, what decides the others comes first."""
-    return found.time, found.place, _WHATS.index(found.what)
+            self._note("not finite", *_at(window, rows, row, parts))
 
 
 _WHATS: tuple[What, ...] = ("weight", "operand", "calls", "not finite", "outlier")
 
 
-def _at(what: What, window: Window, rows: MatchedCalls, row: int, parts: tuple[Group, ...]) -> _Found:
-    """A finding in a row, at the call of a process that has diverged."""
+def _name(what: What, key: int, parts: tuple[Group, ...]) -> tuple[object, ...]:
+    """By what findings are told apart."""
+    return what, key, parts[1:] if what in ("calls", "outlier", "not finite") else ()
+
+
+def _at(
+    window: Window, rows: MatchedCalls, row: int, parts: tuple[Group, ...]
+) -> tuple[int, tuple[int, int], tuple[int, int], tuple[Group, ...]]:
+    """Where a row is, and the call of a process that has diverged."""
     entries = range(rows.starts[row], rows.starts[row + 1])
     process, call = next(
         (int(rows.process[each]), int(rows.call[each])) for each in entries if rows.process[each] == parts[-1][0]
     )
     place = min(int(window.parts[rows.process[each]].place[rows.call[each]]) for each in entries)
     index = int(window.parts[process].columns["index"][call])
-    return _Found(what, int(rows.key[row]), int(rows.time[row]), place, process, index, parts)
+    return int(rows.key[row]), (int(rows.time[row]), place), (process, index), parts
 
 
 def _column(window: Window, keys: list[Array], name: str) -> Array:

@@ -196,7 +196,7 @@ class Streak:
     usual: float  # what the median process has there
     times: int = 0  # how many outputs there have been
     reported: int = 0  # how many have to be reported now
-    about: Any = None  # the caller's
+    note: Any = None  # the caller's
 
 
 class OutlierFinder:

@@ -14,7 +14,7 @@ import numpy as np
 from opintercept._core.record import CallRecord
 from opintercept.runs.compare.pairing import metas
 from opintercept.runs.program.names import module_name, operator_name
-from opintercept.runs.store.columns import Array, Arrays, Columns, StoredCallSite, dtype_of
+from opintercept.runs.store.columns import Array, Arrays, CallSignature, Columns, StoredCallSite, dtype_of
 from opintercept.runs.store.run import Run
 from opintercept.runs.sums import KindNumbers
 
@@ -44,20 +44,50 @@ class Window(NamedTuple):
     ends: bool  # the last step ends here; only a window of a single step may not
 
 
-class Numbers:
-    """Numbers distinct things of all processes from 0, and keeps where each was first seen."""
+class Place(NamedTuple):
+    """A module, a line, an operator and a phase, as a call that was first seen there has them; and a tensor of it."""
+
+    call_site: StoredCallSite
+    record: CallRecord
+    operand: str | None = None  # the role of the tensor; None for calls
+
+    @property
+    def backward(self) -> bool:
+        """Whether it is in a backward pass."""
+        return self.call_site.phase == "backward"
+
+    @property
+    def scaled(self) -> bool:
+        """Whether infinities mean little: gradients in float16 overflow until their scale is found."""
+        return self.backward and any(each is not None and each.dtype == "float16" for each in self.record.outputs[:1])
+
+    @property
+    def weight(self) -> bool:
+        """Whether it is that of a weight, as far as a record tells: it does not say which tensors are parameters.
+
+        The right operand of one product is, or that of a convolution, but not that of a batch of products or of an
+        attention; and so is a bias, unless it is a matrix that is added.
+        """
+        record = self.record
+        if self.backward or "attention" in record.op:
+            return False
+        if self.operand == "bias":
+            return record.bias is not None and len(record.bias.shape) == 1
+        single = record.gemm is None or record.gemm.batch == 1
+        return self.operand == "rhs" and (single or "conv" in record.op or "grouped" in record.op)
+
+
+class Places:
+    """Numbers the places of all processes from 0, by what tells them apart."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], int] = {}
-        self.places: list[tuple[int, int, int]] = []
+        self.places: list[Place] = []
 
-    def __len__(self) -> int:
-        return len(self.places)
-
-    def __call__(self, rank: int, call_site: int, signature: int, *parts: object) -> int:
+    def __call__(self, place: Place, *parts: object) -> int:
         number = self._known.setdefault(parts, len(self._known))
         if number == len(self.places):
-            self.places.append((rank, call_site, signature))
+            self.places.append(place)
         return number
 
 
@@ -73,22 +103,17 @@ class WindowReader:
         steps: The first and the last step; None without calls.
         last: For each process the last time that it has a call at; -1 without calls.
         operands, outputs, calls: Their places.
-        role, weight: For each place of an operand its role, and whether it is that of a weight.
-        backward: For each place of an output whether it is that of a backward call.
-        scaled: And whether its infinities mean little: gradients in float16 overflow until their scale is found.
+        weight: For each place of an operand whether it is that of a weight.
     """
 
     def __init__(self, run: Run, most: int = MOST) -> None:
         self._most = most
         self.ranks = run.ranks
-        self.operands, self.outputs, self.calls = Numbers(), Numbers(), Numbers()
+        self.operands, self.outputs, self.calls = Places(), Places(), Places()
         self.weight: list[bool] = []
-        self.backward: list[bool] = []
-        self.scaled: list[bool] = []
-        self.role: list[str] = []
         self._run = run
         self._kinds = [KindNumbers(self.columns(rank)) for rank in self.ranks]
-        self._places: list[list[tuple[int, ...]]] = [[] for _ in self.ranks]  # of each kind, in the order of `_PLACES`
+        self._places: list[list[list[int]]] = [[] for _ in self.ranks]  # of each kind, in the order of `_PLACES`
         self._times: list[Array] = []  # of each process, each once
         self._starts: list[Array] = []  # the number of the first call at each time, and how many calls there are
         for rank in self.ranks:
@@ -103,12 +128,6 @@ class WindowReader:
     def columns(self, rank: int) -> Columns:
         """Return the calls of a process."""
         return self._run.columns(rank)
-
-    def named(self, place: tuple[int, int, int]) -> tuple[StoredCallSite, CallRecord]:
-        """Return the call site of a place, and a record with the signature of its calls."""
-        rank, call_site, signature = place
-        columns = self.columns(rank)
-        return columns.call_site(call_site), columns.signature(signature).record
 
     def __iter__(self) -> Iterator[Window]:
         times, inverse = np.unique(np.concatenate(self._times), return_inverse=True)
@@ -151,43 +170,23 @@ class WindowReader:
         columns = self.columns(self.ranks[process])
         read = columns.read(_COLUMNS, first, end)
         kinds, new = self._kinds[process].of(read)
-        self._places[process] += [self._add(columns, *numbers) for numbers in new]
+        self._places[process] += [self._add(columns.call_site(site), columns.signature(look)) for site, look in new]
         places = np.array(self._places[process], np.int32)[kinds]
         return ProcessCalls(dict(zip(_PLACES, places.T, strict=True)), time, place, read)
 
-    def _add(self, columns: Columns, call_site_number: int, signature_number: int) -> tuple[int, ...]:
+    def _add(self, call_site: StoredCallSite, signature: CallSignature) -> list[int]:
         """Number the places of a new kind."""
-        call_site, template = columns.call_site(call_site_number), columns.signature(signature_number).template
-        record, found = template.record, metas(template)
-        seen = columns.rank, call_site_number, signature_number
+        record, found = signature.record, metas(signature.template)
         place = module_name(call_site.module), call_site.source, call_site.phase, operator_name(record.op)
-        output = found.get("output")
-        signature = None if output is None else (output.shape, output.dtype)
-        numbers = [self.calls(*seen, *place), self.outputs(*seen, *place, signature)]
-        if len(self.backward) < len(self.outputs):
-            self.backward.append(call_site.phase == "backward")
-            self.scaled.append(output is not None and output.dtype == "float16" and call_site.phase == "backward")
-        for role in ROLES:
+
+        def number(places: Places, role: str) -> int:
             meta = found.get(role)
-            numbers.append(-1 if meta is None else self.operands(*seen, *place, role, meta.shape, meta.dtype))
-            if len(self.weight) < len(self.operands):
-                self.role.append(role)
-                self.weight.append(is_weight(record, call_site.phase, role))
-        return tuple(numbers)
+            return places(Place(call_site, record, role), *place, role, meta and (meta.shape, meta.dtype))
 
-
-def is_weight(record: CallRecord, phase: str, role: str) -> bool:
-    """Whether an operand is a weight, as far as a record tells: it does not say which tensors are parameters.
-
-    The right operand of one product is, or that of a convolution, but not that of a batch of products or of an
-    attention; and so is a bias, unless it is a matrix that is added.
-    """
-    if phase == "backward" or "attention" in record.op:
-        return False
-    if role == "bias":
-        return record.bias is not None and len(record.bias.shape) == 1
-    single = record.gemm is None or record.gemm.batch == 1
-    return role == "rhs" and (single or "conv" in record.op or "grouped" in record.op)
+        numbers = [self.calls(Place(call_site, record), *place), number(self.outputs, "output")]
+        numbers += [number(self.operands, role) if role in found else -1 for role in ROLES]
+        self.weight.extend(each.weight for each in self.operands.places[len(self.weight) :])
+        return numbers
 
 
 def _times_of(columns: Columns) -> tuple[Array, Array]:
