@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import math
 import os
 import re
 import zlib
@@ -18,27 +17,15 @@ from typing import Any
 
 from opintercept._core.errors import OpInterceptError
 from opintercept.runs.compare.diff import compare_runs
-from opintercept.runs.compare.difference import NOT_RECORDED, CallDifference, Kind
+from opintercept.runs.compare.difference import Kind
 from opintercept.runs.compare.index import PHASES
 from opintercept.runs.compare.values import Comparer
 from opintercept.runs.report.drift import Drift
-from opintercept.runs.report.panels import (
-    CELLS,
-    MODULES,
-    NAME,
-    NAMED,
-    PAIRS,
-    HeatMap,
-    about,
-    panels_of,
-    rounded,
-    shown_text,
-)
+from opintercept.runs.report.panels import CELLS, MODULES, NAME, HeatMap, panels_of, part_of, shown_text
 from opintercept.runs.store.files import replaced
 from opintercept.runs.store.run import Run
 
 SCRIPTS = "plots modules parts state commands maps overview heat matmuls outputs divergence page"
-WORST = 10
 WORST_FIRST: tuple[Kind, ...] = ("added", "changed argument", "changed operand", "unclear", "inherited", "rounding")
 
 
@@ -93,68 +80,21 @@ def _packed(plain: Any) -> str:
 
 
 def divergence(a: Run, b: Run, heat: HeatMap) -> dict[str, Any]:
-    """Where two runs diverge, as plain data; `heat` is the first run's map."""
+    """Where two runs diverge, as plain data: what `diff` prints, and marks for the first run's map `heat`."""
     drift, rows = Drift(heat), heat.modules
     try:
-        found = compare_runs(a, b, Comparer(a, b), len(PHASES) * MODULES, WORST, watch=drift.add)
+        found = compare_runs(a, b, Comparer(a, b), len(PHASES) * MODULES, 1, watch=drift.add)
     except OpInterceptError as failed:
         return {"failed": shown_text(str(failed), 4 * NAME)}
-    worst: dict[tuple[int, str], list[Any]] = {}
-    left_out = found.modules_in_all - len(found.modules)
+    marks: dict[tuple[int, str], Kind] = {}
     for each in found.modules:  # one for each pair of processes
-        row = rows.get(each.module)
-        if row is None:
-            left_out += 1
-            continue
-        kind = next(kind for kind in WORST_FIRST if each.kinds.get(kind))
-        differ = sum(each.kinds.get(kind, 0) for kind in WORST_FIRST)
-        point = [row, each.phase, kind, each.calls, differ, _size(each.relative)]
-        known = worst.setdefault((row, each.phase), point)
-        if _known(each.relative) > _known(known[5]):
-            worst[row, each.phase] = point
+        if (row := rows.get(each.module)) is not None:
+            kinds = [*each.kinds, marks.get((row, each.phase), WORST_FIRST[-1])]
+            marks[row, each.phase] = next(kind for kind in WORST_FIRST if kind in kinds)
+    first = found.first and found.first.a.record
     return {
-        "equal": found.equal,
-        "calls": list(found.calls),
-        "pairs": found.pairs,
-        "kinds": dict(found.kinds),
-        "unmatched": list(found.unmatched_calls),
-        "absent": [[each.run.upper(), each.rank, each.empty, each.calls] for each in found.absent[:NAMED]],
-        "absent_in_all": len(found.absent),
-        "before": list(found.before),
-        "settings": [[shown_text(text) for text in setting] for setting in found.settings[:PAIRS]],
-        "first": found.first and (_pair(found.first) | {"row": rows.get(found.first.a.record.module)}),
-        "worst": [_pair(each) for each in found.worst[:WORST]],
-        "modules": list(worst.values()),
+        "parts": [part_of(part) for part in found.parts()],
+        "first": first and {"row": rows.get(first.module), "phase": first.phase},
+        "modules": [[*place, kind] for place, kind in marks.items()],
         "drift": drift.as_dict(),
-        "left_out": left_out,
     }
-
-
-def _pair(pair: CallDifference) -> dict[str, Any]:
-    output = pair.output
-    return about(pair.a) | {
-        "other_index": pair.b.record.index,
-        "kind": pair.kind,
-        "changed": list(pair.changed[:NAMED]),
-        "arguments": [
-            [shown_text(name), *(shown_text(value if value == NOT_RECORDED else repr(value)) for value in values)]
-            for name, *values in pair.arguments[:NAMED]
-        ],
-        "nonfinite": [
-            [role.role, *([values.nan, values.inf] if values else [0, 0] for values in (role.a_values, role.b_values))]
-            for role in pair.roles
-            if not all(values is None or values.finite for values in (role.a_values, role.b_values))
-        ][:NAMED],
-        "by": None if output is None else output.by,
-        "relative": None if output is None else _size(output.relative),
-        "absolute": None if output is None else _size(output.max_absolute),
-    }
-
-
-def _size(value: float | None) -> float | str | None:
-    """An error as JSON."""
-    return "inf" if value is not None and not math.isfinite(value) else rounded(value)
-
-
-def _known(size: float | str | None) -> float:
-    return -1.0 if size is None else float(size)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from opintercept._core.errors import OpInterceptError
 from opintercept._core.record import CallRecord
+from opintercept._core.tables import Cells, Marked, Part
 from opintercept._core.text import printable
 from opintercept.runs.compare.index import PHASES
 from opintercept.runs.program.words import module_text
@@ -34,7 +35,7 @@ MATMULS = 1000  # rows of the table
 MATMULS_ADDED_UP = 10_000  # rows that are told apart before the table is cut
 NAME = 200  # characters of a name
 NAMED = 16  # operands, arguments and processes that a sentence names
-PAIRS = 64  # versions, devices and flags
+ROWS = 20  # of a table of a result
 HISTOGRAMS = 120  # modules and phases whose tensors are read
 SPOTS = 8  # histograms over the steps, and one at the end
 SAMPLES = 8  # samples that make one histogram
@@ -58,16 +59,7 @@ def panels_of(run: Run, cells: int = CELLS) -> tuple[dict[str, Any], HeatMap]:
         "path": shown_text(path, 4 * NAME),
         "exact": shown_text(path, 4 * NAME) == path,
         "ranks": len(run.ranks),
-        "about": {
-            "command": shown_text(" ".join(info.argv), 4 * NAME),
-            "started": shown_text(info.started),
-            "tensors": info.tensors,
-            "processes": f"{len(run.ranks)} of {info.world_size}",
-            "finished": all(each.finished for each in run.infos.values()),
-            "versions": _pairs(info.versions.items()),
-            "devices": [shown_text(name) for name in info.devices[:PAIRS]],
-            "flags": _pairs(info.flags.items()),
-        },
+        "about": [part_of(part) for part in run.parts()],
         "totals": {
             **matmuls.totals(),
             "modules": len(heat.modules),
@@ -109,13 +101,18 @@ def _add_up(
                 histograms.add(row_of, call)
 
 
-def _pairs(items: Iterable[tuple[str, str]]) -> list[list[str]]:
-    return [[shown_text(key), shown_text(value)] for key, value in list(items)[:PAIRS]]
-
-
 def shown_text(text: str, most: int = NAME) -> str:
     """A text of the run as the page shows it."""
     return printable(text, most)
+
+
+def part_of(part: Part) -> Any:
+    """A line of a result with its mark, or a table, as plain data."""
+    if not isinstance(part, Cells):
+        return [shown_text(part, 16 * NAME), part.mark if isinstance(part, Marked) else ""]
+    more = len(part.rows) - ROWS
+    notes = [f"... and {more:,} more"] if more > 0 else [*part.notes]
+    return {"head": part.head, "rows": part.rows[:ROWS], "left": part.left, "notes": notes}
 
 
 def _ends(text: str) -> str:
@@ -135,9 +132,10 @@ def rounded(value: float | None) -> float | None:
     return float(f"{value:.4g}")
 
 
-def about(call: StoredCall) -> dict[str, Any]:
-    """Which call it is, as the page shows it."""
-    record = call.record
+def _first(call: StoredCall, heat: HeatMap) -> dict[str, Any]:
+    """The first call whose output is not finite."""
+    record, output = call.record, call.values["output"]
+    operands = {role: values for role, values in call.values.items() if not is_output(role)}
     return {
         "index": record.index,
         "rank": call.rank,
@@ -146,16 +144,12 @@ def about(call: StoredCall) -> dict[str, Any]:
         "phase": record.phase,
         "module": module_label(record.module),
         "source": shown_text(record.source or ""),
+        "nan": output.nan,
+        "inf": output.inf,
+        "count": output.count,
+        "from": [role for role, values in operands.items() if not values.finite][:NAMED] if operands else None,
+        "row": heat.modules.get(record.module),
     }
-
-
-def _first(call: StoredCall, heat: HeatMap) -> dict[str, Any]:
-    """The first call whose output is not finite."""
-    output = call.values["output"]
-    operands = {role: values for role, values in call.values.items() if not is_output(role)}
-    causes = [role for role, values in operands.items() if not values.finite][:NAMED] if operands else None
-    figures = {"nan": output.nan, "inf": output.inf, "count": output.count}
-    return about(call) | figures | {"from": causes, "row": heat.modules.get(call.record.module)}
 
 
 class HeatMap:

@@ -1,8 +1,8 @@
 "use strict";
-// The panel of two runs: the first divergence in words, a map of errors, and the largest errors.
+// The panel of two runs: what `diff` prints, and a map of errors.
 const divergence = (() => {
   const { element } = plots;
-  const { byId, cell, counted, digits, fill, name, nonfinite, plain } = parts;
+  const { byId, counted, fill, name, partOf, plain } = parts;
   const { columnOf, pastText, rowsOf, scaled, stepText } = maps;
 
   const kinds = {
@@ -12,10 +12,6 @@ const divergence = (() => {
     unclear: ["?", "unclear"],
     inherited: ["", "inherited"],
     rounding: ["", "rounding"],
-  };
-  const ways = {
-    tensors: "all of its values", sample: "a sample of its values", hash: "its statistics",
-    statistics: "its statistics", metadata: "its shape",
   };
   const error = (size) => (size === null ? "?" : size === "inf" ? "Inf" : plain(size));
   const paragraph = (...words) => element("p", {}, ...words);
@@ -27,44 +23,11 @@ const divergence = (() => {
     if (!found) return;
     const text = byId("divergence-text");
     if (found.failed) return text.replaceChildren(element("p", { class: "note" }, found.failed));
-    text.replaceChildren(found.first ? firstText(found.first) : noneText(found),
-      ...aboveText(found), ...kindsText(found),
-      ...remarksOn(found).map((remark) => element("p", { class: "note" }, remark)), ...settingsText(found.settings));
+    text.replaceChildren(...found.parts.map(partOf), ...aboveText(found));
     const phases = Object.keys(data.runs[0].heat.phases)
       .filter((phase) => found.modules.some((point) => point[1] === phase));
     fill(byId("divergence-phase"), phases.map((phase) => [phase, phase]));
     if (found.first && phases.includes(found.first.phase)) byId("divergence-phase").value = found.first.phase;
-    if (found.worst.length) byId("divergence-table").replaceChildren(worstTable(found.worst));
-  }
-  function firstText(first) {
-    const { changed, kind, by, relative } = first;
-    const why = {
-      added: "Its output differs by what its operands do not explain: this call adds the difference.",
-      rounding: "Its outputs and operands differ by no more than rounding.",
-      inherited: "Its operands already differ.", "changed argument": "",
-    }[kind] ?? "Its recorded operands are equal but its output differs: it has other operands, draws random numbers, "
-      + "or raised in one of the runs.";
-    const broken = first.nonfinite.map(([role, ...sides]) => `its ${role} has ${
-      sides.map((side, number) => `${nonfinite(side) || "none"} in ${"AB"[number]}`).join(" and ")}`);
-    return paragraph(element("b", {}, "First divergence: "),
-      `call ${first.index} of A, ${first.other_index} of B, in step ${first.step}, ${first.phase}: `,
-      name(first.op), " in ", name(first.module), ...(first.source ? [", ", name(first.source)] : []), ". ",
-      ...first.arguments.flatMap(([key, one, other]) => [
-        "Its argument ", name(key), " was ", name(one), " in A and is ", name(other), " in B. "]),
-      !changed.length || kind === "rounding" ? why
-        : `Its ${changed.join(" and ")} differ${changed.length > 1 ? "" : "s"}, and no earlier call explains that.`,
-      broken.length ? ` NaN and Inf: ${broken.join(", ")}.` : "",
-      relative === null ? "" : ` The relative error of its output is ${
-        by === "tensors" || relative === "inf" ? "" : "at least "}${error(relative)}, judged by ${ways[by]}.`);
-  }
-  function noneText({ equal, kinds, pairs }) {
-    if (!equal) {
-      return paragraph(pairs ? "No call that has a counterpart differs."
-        : "No call has a counterpart, so nothing was compared.");
-    }
-    if (kinds.rounding) return paragraph("Nothing differs by more than rounding.");
-    return paragraph(kinds["not compared"] ? "No call differs as far as values were recorded."
-      : "No call differs: each has a counterpart with an equal output.");
   }
   // Where the error rises above the noise of the first steps.
   function aboveText({ drift: { noise, above }, first }) {
@@ -91,50 +54,6 @@ const divergence = (() => {
       element("p", { class: "quiet small" }, meaning),
     ];
   }
-  function kindsText({ kinds, pairs }) {
-    const counts = Object.entries(kinds).filter(([, count]) => count)
-      .map(([kind, count]) => `${digits(count)} ${kind}`);
-    const exact = state.data.runs.every((each) => each.about.tensors === "full");
-    return pairs ? [element("p", { class: "quiet" },
-      `Compared: ${counted(pairs, "pair")} of calls: ${counts.join(", ")}.`,
-      exact ? "" : " Errors are lower bounds, as not all values were recorded.")] : [];
-  }
-  function remarksOn({ absent, absent_in_all: all, before, left_out: left, unmatched }) {
-    const missing = [["A", false], ["B", false], ["A", true], ["B", true]].map(([run, empty]) => {
-      const of = absent.filter((each) => each[0] === run && each[2] === empty).map((each) => each[1]);
-      if (!of.length) return null;
-      const [word, are, have, were] = of.length > 1 ? ["Ranks", "are", "have", "were"] : ["Rank", "is", "has", "was"];
-      return `${word} ${of.join(", ")} ${empty ? `${have} no calls` : `${are} missing`} in ${run} and ${
-        were} not compared.`;
-    });
-    return [
-      ...missing,
-      all > absent.length && `${all - absent.length} more processes have calls in only one of the runs.`,
-      (unmatched[0] || unmatched[1])
-        && `${counted(unmatched[0], "call")} of A and ${digits(unmatched[1])} of B have no counterpart${
-          before[0] || before[1] ? `, ${before[0]} and ${before[1]} of them before the first divergence` : ""}.`,
-      left && `${counted(left, "module")} that differ are not drawn.`,
-    ].filter(Boolean);
-  }
-  function settingsText(settings) {
-    return settings.length ? [element("details", {},
-      element("summary", {}, `The runs differ in ${counted(settings.length, "setting")}`),
-      element("dl", {}, ...settings.flatMap(([key, one, other]) => [element("dt", {}, name(key)),
-        element("dd", {}, "A: ", name(one || "none"), ", B: ", name(other || "none"))])))] : [];
-  }
-  function worstTable(worst) {
-    const heads = ["call of A", "module", "kind", "relative error", "absolute error"];
-    const text = (...shown) => element("td", { class: "text" }, ...shown);
-    return element("table", {},
-      element("caption", {}, "The largest errors"),
-      element("thead", {}, element("tr", {}, ...heads.map((head, number) => element("th",
-        { scope: "col", class: number === 1 || number === 2 ? "text plain" : "plain" }, head)))),
-      element("tbody", {}, ...worst.map((each) => element("tr", {}, element("td", {}, String(each.index)),
-        text(cell(each.module, "module"), element("div", { class: "quiet small" }, name(each.op), `, ${each.phase}`)),
-        text(each.kind),
-        element("td", {}, error(each.relative)), element("td", {}, error(each.absolute))))));
-  }
-
   function divergenceDraw() {
     const { data } = state;
     const found = data.divergence;

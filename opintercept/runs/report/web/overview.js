@@ -2,7 +2,7 @@
 // The top of the page: what the runs are, their totals, and the first output that is not finite.
 const overview = (() => {
   const { element } = plots;
-  const { byId, counted, digits, figure, name, nonfinite, time } = parts;
+  const { byId, counted, digits, figure, name, nonfinite, partOf, time } = parts;
   const { letter } = state;
 
   // Both runs come first: seeing which of them goes wrong takes no click.
@@ -34,19 +34,8 @@ const overview = (() => {
     byId("about").replaceChildren(element("summary", {}, `About ${these}`), ...data.runs.flatMap(about));
     byId("first").replaceChildren(...data.runs.map(first).filter(Boolean));
   }
-  function about(each, number) {
-    const { about } = each;
-    const rows = [
-      ["folder", name(each.path)], ["command", name(about.command || "?")], ["started", about.started],
-      ["finished", about.finished ? "yes" : "no: the program ended early, or was still running"],
-      ["tensors recorded", about.tensors], ["processes", about.processes],
-      ...about.versions.map(([key, value]) => [key, name(value)]),
-      ...about.devices.map((device) => ["device", name(device)]),
-      ...about.flags.map(([key, value]) => [key, name(value)]),
-    ];
-    return [...(letter(number) ? [element("h3", {}, letter(number))] : []),
-      element("dl", {}, ...rows.flatMap(([key, value]) => [element("dt", {}, key), element("dd", {}, value)]))];
-  }
+  const about = (each, number) => [...(letter(number) ? [element("h3", {}, letter(number))] : []),
+    element("div", { class: "name" }, ...each.about.map(partOf))];
   function first(each, number) {
     const found = each.totals.first;
     if (!found) return null;
@@ -55,7 +44,7 @@ const overview = (() => {
       element("p", {},
         `Call ${found.index} in step ${found.step}, ${found.phase}: `, name(found.op), " in ", name(found.module),
         ...(found.source ? [", ", name(found.source)] : []),
-        each.about.processes.startsWith("1 ") ? "" : `, rank ${found.rank}`,
+        each.ranks === 1 ? "" : `, rank ${found.rank}`,
         `, has ${nonfinite([found.nan, found.inf])} in ${counted(found.count, "value")}. `,
         found.from === null ? "Its operands' values were not recorded."
           : found.from.length ? `Its ${found.from.join(" and ")} already had some.`

@@ -61,6 +61,17 @@ const parts = (() => {
   function notes(id, texts) {
     byId(id).replaceChildren(...texts.filter(Boolean).map((text) => element("p", { class: "note" }, text)));
   }
+  // A line of a result with its mark, or a table, as `print` shows them.
+  function partOf(part) {
+    if (Array.isArray(part)) return element("div", { class: `said ${part[1]}` }, part[0]);
+    const { head, rows, left } = part;
+    const row = (tag, texts, style) => element("tr", {}, ...texts.map((text, number) => element(tag,
+      { class: (number < left ? "text said " : "") + style }, text)));
+    return element("div", { class: "scroll" },
+      element("table", {}, element("thead", {}, row("th", head, "plain")),
+        element("tbody", {}, ...rows.map((texts) => row("td", texts, "")))),
+      ...part.notes.map((note) => element("div", { class: "quiet small" }, note)));
+  }
   const clear = (id) => byId(id).replaceChildren();
   function on(ids, event, action) {
     for (const id of ids) byId(id).addEventListener(event, action);
@@ -69,7 +80,7 @@ const parts = (() => {
   const least = (values) => values.reduce((one, other) => (other < one ? other : one), values.length ? values[0] : 0);
   const most = (values) => values.reduce((one, other) => (other > one ? other : one), values.length ? values[0] : 0);
   return {
-    brief, byId, cell, clear, counted, data, digits, figure, fill, least, most, name, nonfinite, notes, on, percent,
+    brief, byId, cell, clear, counted, data, digits, figure, fill, least, most, name, nonfinite, notes, on, partOf, percent,
     plain, rangeText, short, signed, time, total,
   };
 })();
