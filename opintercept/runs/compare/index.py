@@ -22,7 +22,7 @@ from opintercept.runs.sums import KindNumbers, ordinals, starts_of
 
 _BUDGET = 5_000_000  # comparisons of equal elements that difflib may make for a pair of runs: about five seconds
 _SOME = 10_000  # changed calls that are looked at to find shuffled ones
-_MOST_CHANGED = 1 << 20  # changed calls that are held in memory to find shuffled ones
+_MOST_CHANGED = 1 << 17  # changed calls that are held in memory to find shuffled ones
 _WAITING = 1 << 16  # calls that wait for a counterpart; when there are more, their keys do not pair in order
 PHASES = get_args(Phase)
 _HASHES = ("lhs_hash", "rhs_hash", "bias_hash")
