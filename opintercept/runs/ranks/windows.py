@@ -44,7 +44,7 @@ class Window(NamedTuple):
     ends: bool  # the last step ends here; only a window of a single step may not
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """A module, a line, an operator and a phase, as a call that was first seen there has them; and a tensor of it."""
 
     call_site: StoredCallSite
@@ -77,14 +77,14 @@ class Place(NamedTuple):
         return self.operand == "rhs" and (single or "conv" in record.op or "grouped" in record.op)
 
 
-class Places:
+class PlaceNumbers:
     """Numbers the places of all processes from 0, by what tells them apart."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], int] = {}
-        self.places: list[Place] = []
+        self.places: list[RankPlace] = []
 
-    def __call__(self, place: Place, *parts: object) -> int:
+    def __call__(self, place: RankPlace, *parts: object) -> int:
         number = self._known.setdefault(parts, len(self._known))
         if number == len(self.places):
             self.places.append(place)
@@ -109,7 +109,7 @@ class WindowReader:
     def __init__(self, run: Run, most: int = MOST) -> None:
         self._most = most
         self.ranks = run.ranks
-        self.operands, self.outputs, self.calls = Places(), Places(), Places()
+        self.operands, self.outputs, self.calls = PlaceNumbers(), PlaceNumbers(), PlaceNumbers()
         self.weight: list[bool] = []
         self._run = run
         self._kinds = [KindNumbers(self.columns(rank)) for rank in self.ranks]
@@ -179,11 +179,11 @@ class WindowReader:
         record, found = signature.record, metas(signature.template)
         place = module_name(call_site.module), call_site.source, call_site.phase, operator_name(record.op)
 
-        def number(places: Places, role: str) -> int:
+        def number(places: PlaceNumbers, role: str) -> int:
             meta = found.get(role)
-            return places(Place(call_site, record, role), *place, role, meta and (meta.shape, meta.dtype))
+            return places(RankPlace(call_site, record, role), *place, role, meta and (meta.shape, meta.dtype))
 
-        numbers = [self.calls(Place(call_site, record), *place), number(self.outputs, "output")]
+        numbers = [self.calls(RankPlace(call_site, record), *place), number(self.outputs, "output")]
         numbers += [number(self.operands, role) if role in found else -1 for role in ROLES]
         self.weight.extend(each.weight for each in self.operands.places[len(self.weight) :])
         return numbers
