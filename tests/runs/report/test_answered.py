@@ -66,7 +66,7 @@ def test_causes_have_bars_of_their_costs(browser: Browser, tmp_path: Path) -> No
     other = cause("leaves out add", -0.1, others=("uses c=0",), after=(Place(1, "aten::mm", "up", None),))
     found = answer(cause("uses eps=0.01", 0.4), other, loss=LOSS, notes=("not compared: head",))
     show(browser, tmp_path, found)
-    assert said_in(browser, "answer") == found.sentence
+    assert said_in(browser, "head") == found.sentence
     assert texts_of(browser, ".figure b") == ["2", "2.5", "+0.5", "9 of 12"]
     assert texts_of(browser, ".note") == ["not compared: head"]
     minus = "\u2212"

@@ -7,7 +7,7 @@
   const number = (value) => (value === null ? "?" : String(Number(value.toPrecision(8))));
   const difference = loss && loss[3];
 
-  byId("answer").textContent = answer;
+  byId("head").textContent = answer;
   byId("title").replaceChildren("A: ", name(runs[0]), ", B: ", name(runs[1]), `; ${programs}`);
   const figures = [
     ...(loss ? [[number(loss[1]), `${loss[0]} in A`], [number(loss[2]), "in B"], [signed(loss[3]), "B − A"]] : []),
