@@ -73,11 +73,7 @@ class ProcessPair:
         self._ranks = ranks
         self._comparer = comparer
         self._pairs = Pairs(a, b)
-        signatures = (
-            lambda number: a.columns.signature(number).template,
-            lambda number: b.columns.signature(number).template,
-        )
-        self._rules = Rules(comparer, signatures, (a.is_inference, b.is_inference))
+        self._rules = Rules(comparer, (a.columns, b.columns), (a.is_inference, b.is_inference))
         self._kinds, self._keys = CodeNumbers(), CodeNumbers()
         # For each pair of kinds the number of its pair of keys, whether it has the same fingerprints, by what it is
         # equal, as an index into `BY`, whether some tensors have no hash, and the number of its rule.
@@ -126,8 +122,6 @@ class ProcessPair:
         if len(left):
             self._compare(rows, left, rule)
         self._totals.add(self._found, chosen, self._modules[:, 2] == PHASES.index("backward"))
-        if total.judged and total.watch is None:
-            return
         if not total.judged:
             self._differing.append(rows_of(self._found, np.flatnonzero(self._found["kind"] != EQUAL)))
         if total.watch is not None:
@@ -272,8 +266,7 @@ class ProcessPair:
         assert isinstance(answer, Answer)
         a = self._a
         read = a.gather(differing["a"], ("index",))
-        products = np.array([a.columns.signature(each).record.gemm is not None for each in a.signature], bool)
-        at = (chunk["index"][products[chunk["kind"]]] for _, chunk in a.chunks(("index",)))
+        at = (chunk["index"][a.product[chunk["kind"]]] for _, chunk in a.chunks(("index",)))
         begins = next((int(each[0]) for each in at if len(each)), 0)
         blamed = story(differing, read["index"], begins, answer)
         chosen = a.chosen(differing["a"], read["kind"])

@@ -20,7 +20,7 @@ from opintercept.runs.compare.difference import RoleDifference
 from opintercept.runs.compare.pairing import BY
 from opintercept.runs.compare.values import Basis, Comparer, TensorErrors, is_random
 from opintercept.runs.store.codec import StoredCall, is_output
-from opintercept.runs.store.columns import FIGURES, Array, Arrays
+from opintercept.runs.store.columns import FIGURES, Array, Arrays, Columns
 from opintercept.runs.sums import CodeNumbers
 
 # A set of operands is a number: the sum of these. All tensors without a role of their own count as one operand.
@@ -160,13 +160,8 @@ _DECIDED = Rule._fields.index("bases")  # how many fields a pair takes from its 
 class Rules:
     """The rules for the calls of two processes, one for each pair of signatures, of which calls are made."""
 
-    def __init__(
-        self,
-        comparer: Comparer,
-        signatures: tuple[Callable[[int], StoredCall], Callable[[int], StoredCall]],
-        is_inference: tuple[bool, bool],
-    ) -> None:
-        self._comparer, self._signatures, self._is_inference = comparer, signatures, is_inference
+    def __init__(self, comparer: Comparer, sides: tuple[Columns, Columns], is_inference: tuple[bool, bool]) -> None:
+        self._comparer, self._sides, self._is_inference = comparer, sides, is_inference
         self._numbers = CodeNumbers()
         self._known: dict[int, Rule] = {}
 
@@ -181,8 +176,8 @@ class Rules:
         counts[used] = np.arange(len(used))
         for number in used.tolist():
             if number not in self._known:
-                one, other = divmod(int(self._numbers.codes()[number]), 1 << 32)
-                self._known[number] = self._rule(self._signatures[0](one), self._signatures[1](other))
+                both = zip(self._sides, divmod(int(self._numbers.codes()[number]), 1 << 32), strict=True)
+                self._known[number] = self._rule(*(side.signature(each).template for side, each in both))
         return [self._known[number] for number in used.tolist()], counts[numbers]
 
     def _rule(self, a: StoredCall, b: StoredCall) -> Rule:
