@@ -14,9 +14,7 @@ from opintercept.runs.replay import replay
 
 CRASH = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
 HANG = "import time; time.sleep(100)"
-NO_ROOM = (
-    "import opintercept.runs.replay as r\ndef prepared(*given): raise MemoryError('no room')\nr.prepared = prepared"
-)
+NO_ROOM = "from opintercept.runs.program import again\ndef run(*given): raise MemoryError('no room')\nagain.run = run"
 
 
 def record(folder: Path) -> str:
