@@ -41,6 +41,7 @@ class _Comparison:
         self._carried: dict[tuple[str, int], Array] = {}
         self._earlier: dict[tuple[int, int], tuple[int, int]] = {}
         self._counts = Counts(size)
+        self._orders = Alike(size, self._counts.shared)
         self._streaks = {"rms": OutlierFinder(), "max": OutlierFinder()}
         infos = [run.infos[rank] for rank in windows.ranks]
         # The last step of a process that was killed is not whole.
@@ -104,7 +105,12 @@ class _Comparison:
         earlier, found, before = self._found.get(name, (order, None, 0))
         if found is None or order < earlier:
             windows = self._windows
-            of = {"weight": windows.operands, "operand": windows.operands, "calls": windows.calls}
+            of = {
+                "weight": windows.operands,
+                "operand": windows.operands,
+                "calls": windows.calls,
+                "order": windows.calls,
+            }
             place = of.get(what, windows.outputs).places[key]
             earlier, found = (
                 order,
@@ -173,14 +179,16 @@ class _Comparison:
                 self._note(what, *_at(window, rows, row, parts))
 
     def _uneven(self, window: Window) -> None:
-        """Steps in which ranks make different calls."""
+        """Steps in which ranks make different calls, or the same in another order."""
         keys = [part.places["call"].astype(np.int64) for part in window.parts]
         if not window.ends:  # a step of very many calls, of which the last one at each place can be named
             for process, (part, calls) in enumerate(zip(window.parts, keys, strict=True)):
                 places, last = np.unique(calls[::-1], return_index=True)
                 for where, call in zip(places.tolist(), (len(calls) - 1 - last).tolist(), strict=True):
                     self._earlier[process, where] = int(part.place[call]), int(part.columns["index"][call])
+        uneven: set[int] = set()
         for key, time, counts in self._counts.uneven(window, keys, self._end):
+            uneven.add(time)
             parts = by_value(counts, {p: RankOperand(key, n) for p, n in counts.items()})
             shown = tuple(float(counts[part[0]]) for part in parts)
             if _name("calls", key, parts) in self._found:
@@ -196,6 +204,23 @@ class _Comparison:
             else:
                 place, index = self._earlier[most, key]
             self._note("calls", key, (time, place), (most, index), parts, shown)
+        rows, value = self._counts.orders(window, keys, self._end, uneven)
+        for row, parts in self._orders.diverged(rows, value, np.zeros(len(value), bool)):
+            self._misplaced(window, keys, int(rows.key[row]), int(rows.time[row]), parts)
+
+    def _misplaced(self, window: Window, keys: list[Array], members: int, time: int, parts: tuple[Group, ...]) -> None:
+        """Note the first call that another rank makes at another point of the step."""
+        usual, odd = parts[0][0], parts[1][0]
+        here = [
+            np.flatnonzero((window.parts[process].time == time) & (self._counts.sets(keys[process]) == members))
+            for process in (usual, odd)
+        ]
+        size = min(map(len, here))
+        differs = np.flatnonzero(keys[usual][here[0][:size]] != keys[odd][here[1][:size]])
+        call = int(here[1][differs[0] if len(differs) else 0])
+        part = window.parts[odd]
+        index = int(part.columns["index"][call])
+        self._note("order", int(keys[odd][call]), (time, int(part.place[call])), (odd, index), parts)
 
     def _outliers(self, window: Window) -> None:
         """Outputs of a rank that stay far smaller or larger than those of the others, or are so by a huge factor."""
@@ -241,7 +266,7 @@ class _Comparison:
             self._note("not finite", *_at(window, rows, row, parts))
 
 
-_WHATS: tuple[What, ...] = ("weight", "operand", "calls", "not finite", "outlier")
+_WHATS: tuple[What, ...] = ("weight", "operand", "calls", "order", "not finite", "outlier")
 
 
 def _name(what: What, key: int, parts: tuple[Group, ...]) -> tuple[object, ...]:

@@ -22,7 +22,8 @@ def diff_ranks(run: Run, *, limit: int = 100) -> RankDifference:
       These are the rules of `hooks.Replicas`, which also compares parameters that no call reads; a run does not have
       them. A run does not say which tensors are parameters: the right operand of a
       single product and a bias count as weights.
-    - Ranks that ever call an operator at one place of the program should do so equally often in each step.
+    - Ranks that ever call an operator at one place of the program should do so equally often in each step, and ranks
+      that make the same calls should make them in one order.
     - Outputs of the same shape should be of the same size on all ranks in a forward pass, whatever their data. One is
       far off if its root mean square or largest magnitude is more than twice that of the median rank, or less than
       half, and 16 times as far from it, in logarithms, as half of the outputs of its place are. A rank is an outlier

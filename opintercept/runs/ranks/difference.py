@@ -18,7 +18,7 @@ from opintercept.runs.program.words import WIDTH, module_text, short_op
 from opintercept.runs.store.run import RunHead
 
 _MOST_GROUPS = 4  # of ranks that are shown
-What = Literal["weight", "operand", "calls", "outlier", "not finite"]
+What = Literal["weight", "operand", "calls", "order", "outlier", "not finite"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class RankFinding(Plain, CallFinding):
     Attributes:
         what: `"weight"` and `"operand"`: its hash differs between ranks on which it was equal before, or, for a weight,
             from most ranks when it first appears. `"calls"`: ranks make different numbers of calls in a step.
-            `"outlier"`: the output of a rank is far smaller or
+            `"order"`: they make the same calls in another order. `"outlier"`: the output of a rank is far smaller or
             larger than those of the others. `"not finite"`: a rank has NaN or infinities where most have none.
         parts: The ranks that agree, the largest group first. The ranks of an outlier come last.
         step: The step in which they first diverge.
@@ -38,11 +38,11 @@ class RankFinding(Plain, CallFinding):
         op: The operator.
         phase: `"forward"`, `"backward"` or `"recompute"`.
         source: The program's line.
-        operand: `"lhs"`, `"rhs"`, `"bias"` or `"value"`, or `"output"`; None for calls.
+        operand: `"lhs"`, `"rhs"`, `"bias"` or `"value"`, or `"output"`; None for calls and their order.
         numbers: What the parts have: their numbers of calls, or the root mean square or the largest magnitude of an
-            output, that of the median rank first. Empty for hashes, and what is not finite.
+            output, that of the median rank first. Empty for hashes, order, and what is not finite.
         statistic: `"rms"` or `"max"` for an outlier, else None.
-        times: In how many calls, or steps for calls, this was found. A hash is not expected to be equal
+        times: In how many calls, or steps for calls and their order, this was found. A hash is not expected to be equal
             again once it has diverged.
     """
 
@@ -81,6 +81,8 @@ class RankFinding(Plain, CallFinding):
                 for part, number in zip(self.parts, self.numbers, strict=True)
             ]
             return f"{' and '.join(made)} {step}"
+        if self.what == "order":
+            return f"{diverged} {step}: the same calls in another order, from this one on"
         who = named_ranks(self.parts[-1])
         if self.what == "not finite":
             has = "has" if len(self.parts[-1]) == 1 else "have"

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from opintercept._ranks.expectations import CONSTANT, MOST_KEYS, WEIGHT, Expectations, Group, RankOperand, by_value
+from opintercept._values.splitmix import splitmix64
 from opintercept.runs.ranks.windows import Window
 from opintercept.runs.store.columns import Array
 from opintercept.runs.sums import starts_of
@@ -136,12 +137,16 @@ class Alike:
 
 
 class Counts:
-    """Compares how many calls of each place the processes make in each step."""
+    """Compares how many calls of each place the processes make in each step, and in which order."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._members = np.zeros((0, size), bool)  # which processes have made a call of a place
         self._open: list[Array] = []  # the counts in a step that a window leaves open
+        self._new = False  # whether that step has shown a process at a new place
+        self._sums: dict[tuple[int, int], tuple[int, int]] = {}  # in that step, by process and set: calls and number
+        self._sets: dict[bytes, int] = {}
+        self.shared: list[bool] = []  # true for each set of processes that make calls of the same places
 
     def uneven(self, window: Window, keys: list[Array], end: Array) -> Iterator[tuple[int, int, dict[int, int]]]:
         """Places and times, with the numbers of calls of the processes that ever make such calls."""
@@ -149,6 +154,7 @@ class Counts:
         members = np.zeros((max(most, len(self._members)), self._size), bool)
         members[: len(self._members)] = self._members
         self._members = members
+        self._new &= not window.begins
         times = np.unique(np.concatenate([part.time for part in window.parts]))
         codes, counts = [], []
         for process, (part, key) in enumerate(zip(window.parts, keys, strict=True)):
@@ -159,6 +165,8 @@ class Counts:
                 total = grown(self._open[process], most)
                 total[code] += count  # there is one time
                 self._open[process] = total
+                self._new |= not self._members[code, process].all()
+                self._members[code, process] = True
                 code = np.flatnonzero(total)
                 count = total[code]
             codes.append(code)
@@ -185,6 +193,47 @@ class Counts:
             yield int(key[row]), int(time[row]), {process: int(table[row, process]) for process in who}
         last = np.flatnonzero(np.r_[key[1:] != key[:-1], True][: len(key)])
         self._members[key[last]] |= seen[last]
+
+    def sets(self, key: Array) -> Array:
+        """A number for the set of processes that make calls of each place."""
+        members, places = np.unique(key, return_inverse=True)
+        found = [self._sets.setdefault(row.tobytes(), len(self._sets)) for row in self._members[members]]
+        self.shared.extend([True] * (len(self._sets) - len(self.shared)))
+        return np.array(found, np.int64)[places]
+
+    def orders(self, window: Window, keys: list[Array], end: Array, uneven: set[int]) -> tuple[MatchedCalls, Array]:
+        """A row for each step and set of processes, with a number for the order of the calls that all of them make."""
+        if window.begins:
+            self._sums.clear()
+        rows: list[tuple[int, int, int, int]] = []  # set, time, process, number
+        for process, (part, key) in enumerate(zip(window.parts, keys, strict=True)):
+            sets = self.sets(key)
+            calls = np.argsort(sets, kind="stable")
+            sets, times = sets[calls], part.time[calls]
+            firsts = starts_of(sets, times)
+            counts = np.diff(np.r_[firsts, len(calls)])
+            before = [self._sums.get((process, int(sets[first])), (0, 0)) for first in firsts]
+            place = np.arange(len(calls)) - np.repeat(firsts - [count for count, _ in before], counts)
+            signs = splitmix64(key[calls] ^ splitmix64(place.astype(np.int64) + 1))
+            sums = np.add.reduceat(signs, firsts).tolist() if len(firsts) else []
+            for first, count, earlier, number in zip(firsts.tolist(), counts.tolist(), before, sums, strict=True):
+                own, time = int(sets[first]), int(times[first])
+                number = (number + earlier[1]) % 2**64
+                if not (window.begins and window.ends):  # there is one time
+                    self._sums[process, own] = earlier[0] + count, number
+                elif time < end[process] and time not in uneven:
+                    rows.append((own, time, process, number))
+            if window.ends and not window.begins:
+                (time,) = {int(each) for part in window.parts for each in part.time}
+                # Until all members are known, the calls of a set are not.
+                there = time < end[process] and time not in uneven and not self._new
+                rows += [(s, time, p, number) for (p, s), (_, number) in self._sums.items() if there and p == process]
+        table = np.array([row[:3] for row in sorted(rows)], np.int64).reshape(-1, 3)
+        places = np.zeros(len(table), np.int64)
+        sets, times, processes = table.T
+        firsts = starts_of(sets, times)
+        made = MatchedCalls(sets[firsts], times[firsts], np.r_[firsts, len(table)], processes, places, places)
+        return made, np.array([row[3] | 1 for row in sorted(rows)], np.uint64)
 
 
 @dataclass(slots=True)

@@ -204,6 +204,27 @@ def test_a_module_that_only_some_ranks_have_is_no_difference(compared: Any) -> N
     assert found.shared == ((((0, 1),), 1), (((2, 3),), 1))
 
 
+def test_the_first_call_in_another_order_is_named(compared: Any) -> None:
+    ranks = [training(rank, "a", "b", "c") for rank in range(3)]
+    for step in (4, 6):
+        place = ranks[2].index(of(ranks[2], step, "b"))
+        ranks[2][place : place + 2] = reversed(ranks[2][place : place + 2])
+    (first,) = compared(*ranks).findings
+    assert brief(first) == ("order", (2,), 4, "c", None)
+    assert first.index == 13
+
+
+def test_an_order_is_found_in_a_step_that_is_larger_than_a_window(tmp_path: Path) -> None:
+    ranks = [training(rank, *"abcdefgh", steps=4) for rank in range(3)]
+    ranks[0].insert(0, call("log", "x", "w", "y"))
+    ranks[1][13:15] = reversed(ranks[1][13:15])
+    ranks[0].insert(9, call("log", "x", "w", "y", step=1))
+    run = ranked(tmp_path, *ranks)
+    for window in (1000, 9):
+        (first,) = compare(run, 100, window).findings
+        assert (first.what, first.odd, first.step) == ("order", (1,), 1)
+
+
 def test_the_last_step_of_a_rank_that_was_killed_is_not_counted(tmp_path: Path) -> None:
     for rank in range(3):
         calls = training(rank)
