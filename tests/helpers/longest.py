@@ -11,6 +11,7 @@ TESTS = Path(__file__).parents[1]
 # By CPU time, that of programs they start included.
 FILES = (
     "fidelity/test_op_db.py",
+    "fidelity/test_pairs.py",
     "fidelity/test_checksum_op_db.py",
     "cli/test_run.py",
     "fidelity/test_properties.py",

@@ -78,5 +78,5 @@ def test_the_list_for_a_gpu_is_rehearsed_without_one() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     _, *parts = done.stdout.split("\n## ")
-    assert len(parts) == 8
+    assert len(parts) == 9
     assert all(part.count("\n| ") > 1 and "failed" not in part for part in parts), done.stdout

@@ -15,7 +15,8 @@ from processes import run_python
 
 from opintercept import OpInterceptError, intercept, runs
 from opintercept.cli import main
-from opintercept.runs.replay import FLAGS, replay, write_script
+from opintercept.runs.record.description import FLAGS
+from opintercept.runs.replay import replay, write_script
 
 
 def record(folder: Path, program: Callable[[], Any], level: Any = "dispatch", tensors: Any = "full") -> runs.Run:

@@ -29,12 +29,19 @@ _MOVE = scratch.MOVES | {*_MOVERS.split()}
 
 def computed(program: Program, step: Step, inputs: Sequence[torch.Tensor]) -> Made:
     """The outputs of a call for these inputs; as they were recorded where it cannot be computed, None of no tensor."""
-    if step.overload is not None and step.reads:
+    made = attempted(step, inputs)
+    return recorded(program, step) if made is None else made
+
+
+def attempted(step: Step, inputs: Sequence[torch.Tensor]) -> Made | None:
+    """The outputs of a call for these inputs, computed in float32 by kernels that have no float64; None if it fails."""
+    given = [in_double(each) for each in inputs]
+    single = [each.float() if each.is_floating_point() else each for each in given]
+    for operands in (given, single) if step.overload is not None and step.reads else ():
         with torch.no_grad(), suppress(*FAILURES):
-            made = step.compute([in_double(each) for each in inputs])
-            found = [None if each is None else in_double(each) for each in made]
+            found = [None if each is None else in_double(each) for each in step.compute(operands)]
             return [*found, *[None] * (len(step.outputs) - len(found))]
-    return recorded(program, step)
+    return None
 
 
 def recorded(program: Program, step: Step) -> Made:
@@ -125,10 +132,16 @@ class Perturber:
         return self.off(value, unit)
 
     def off(self, value: torch.Tensor, unit: float) -> torch.Tensor:
-        """Values off by up to a unit roundoff, those below the smallest normal number by one of that."""
-        turn = unit * (2 * torch.rand(value.shape, generator=self._random, dtype=torch.float64) - 1)
+        """Values off by up to a unit roundoff, those below the smallest normal number by one of that.
+
+        Whole numbers that the dtype has are as they are: a mask is 0 or 1 times the lowest number, and not nearly so.
+        """
+        turn = torch.rand(value.shape, generator=self._random, dtype=torch.float64).mul_(2).sub_(1).mul_(unit)
+        turn *= (value != value.round()) | (value.abs() * unit > 1)
         least = torch.finfo(self.dtype).tiny if unit == self.unit else 0.0
-        return value * (1 + turn) + turn * (least - value.abs()).clamp_min(0) * (value != 0)
+        small = (value.abs() < least) & (value != 0)
+        found = value * (1 + turn)
+        return found + turn * (least - value.abs()) * small if bool(small.any()) else found
 
 
 def moves(step: Step) -> bool:

@@ -106,6 +106,7 @@ _UNSIZED = frozenset(
         "bincount",
         "repeat_interleave",
         "_grouped_mm",
+        "native_layer_norm",
         "fake_quantize_per_tensor_affine_cachemask",
         "fake_quantize_per_channel_affine_cachemask",
     )

@@ -1,4 +1,4 @@
-"""`Program`: the forward calls of one step of a run, which can be computed again, in float64 and with other values.
+"""`Program`: the calls of a run, which can be computed again, in float64 and with other values.
 
 Invariant: anyone may have written the run. `again` runs its calls, what they make is as large as what was recorded, and
 the memory of the program is not far larger than what the run holds.
@@ -131,22 +131,23 @@ class Step:
         """What is called, and its arguments by name."""
         given = [each.clone() if place in self.written else each for place, each in enumerate(inputs)]
         double = any(each.dtype == torch.float64 for each in given)
-
-        def value(item: Any) -> Any:
-            if isinstance(item, Leaf):
-                return given[item.place]
-            if isinstance(item, list):
-                return [value(each) for each in item]
-            return torch.float64 if double and isinstance(item, torch.dtype) and item.is_floating_point else item
-
         if self.called is None:
             raise again.NotRunError(f"{self.operator} is not computed again")
-        arguments = {name: value(item) for name, item in self.arguments.items()}
+        arguments = {name: _filled(item, given, double) for name, item in self.arguments.items()}
         if double and "half_to_float" in arguments:  # of a softmax, whose input is as wide as its output now
             arguments["half_to_float"] = False
         if self.is_attention:
             return _ATTENTION, _attention(arguments)
         return self.called, arguments
+
+
+def _filled(item: Any, given: Sequence[torch.Tensor], double: bool) -> Any:
+    """An argument with tensors in the place of leaves. A closure that calls itself would hold them in a cycle."""
+    if isinstance(item, Leaf):
+        return given[item.place]
+    if isinstance(item, list):
+        return [_filled(each, given, double) for each in item]
+    return torch.float64 if double and isinstance(item, torch.dtype) and item.is_floating_point else item
 
 
 _MATH = "_scaled_dot_product_attention_math"
@@ -166,7 +167,12 @@ def _attention(given: dict[str, Any]) -> dict[str, Any]:
 
 
 class Program:
-    """The forward calls of one step.
+    """The calls of one process of a run.
+
+    Args:
+        run: The run, recorded with `tensors="full"` and `ops="all"`.
+        rank: The process.
+        start: The first step that counts.
 
     Attributes:
         run: The run, recorded with `tensors="full"` and `ops="all"`.
@@ -178,7 +184,7 @@ class Program:
         roots: The places of the calls that make what each `backward` began with.
     """
 
-    def __init__(self, run: Run, rank: int, step: int | None = None, *, whole: bool = False, start: int = 0) -> None:
+    def __init__(self, run: Run, rank: int, start: int = 0) -> None:
         run.check_trusted()
         self.run, self.rank = run, rank
         self.steps: list[Step] = []
@@ -191,23 +197,20 @@ class Program:
         begun = 0  # the place of the first call after that which made the last root
         for _, stored in run.located(rank):
             record = stored.record
-            step = record.step if step is None else step
-            if stored.error is not None or (record.step != step and not whole) or record.step < start:
+            if stored.error is not None or record.step < start:
                 continue
             if record.phase != "forward":
                 if self.root is None and last is not None:
                     self.root = self._maker(last)
                 if self.backward is None:
                     self.backward = len(self.steps)
-                if not whole:
-                    continue
             read = _read(stored)
             if read is None:
                 continue
             if record.op == "aten::ones_like" and read.inputs and not read.inputs[0][1].shape:
                 last = read.inputs[0][1]  # autograd makes the gradient of the root like this
                 begun = len(self.steps)
-                if whole and (root := self._maker(last)) is not None:
+                if (root := self._maker(last)) is not None:
                     self.roots.append(root)
             if read.computes:
                 self._add(read)
@@ -217,7 +220,7 @@ class Program:
                 self.backward = begun  # an optimizer has stepped, whose gradients were not recorded
         if not self.steps:
             raise OpInterceptError(
-                f"{str(run.path)!r} must have forward calls with all of their values; record it with "
+                f"{str(run.path)!r} must have calls with all of their values; record it with "
                 "`opintercept run --why` or with RunRecorder(folder, 'full') under ops=\"all\""
             )
         used, held = sum(self.sizes.values()), sum(size for size, _ in self._held.values())
@@ -260,7 +263,9 @@ class Program:
         """The recorded values, in the region's shape."""
         if region.name is None:
             raise OpInterceptError(f"the values of a tensor were not kept in {str(self.run.path)!r}")
-        return self.run.load(self.rank, region.name).reshape(region.shape)
+        found = self.run.load(self.rank, region.name).reshape(region.shape)
+        # Whoever keeps a part of a file in memory keeps all of it; real numbers are copied to float64 anyway.
+        return found if found.is_floating_point() else found.clone()
 
 
 def _is(one: Region, other: Region) -> bool:
@@ -319,12 +324,13 @@ def _opaque(stored: StoredCall) -> Step | None:
         name = stored.tensors.get(role_of(place))
         memory = -100 * record.index - place - 1  # a number that no memory has
         known = name is not None and meta is not None
-        regions.append(Region(name, meta.shape, memory, 0, _contiguous(meta.shape)) if known and meta else None)
+        regions.append(Region(name, meta.shape, memory, 0, contiguous(meta.shape)) if known and meta else None)
     nothing: frozenset[int] = frozenset()
     return Step(0, stored, None, {}, [], regions, nothing, nothing, True) if any(regions) else None
 
 
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a tensor whose values lie one after the other."""
     return (*itertools.accumulate(reversed(shape[1:]), operator.mul, initial=1),)[::-1] if shape else ()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from opintercept._core.text import counted
 from opintercept.runs.report.page import filled, save
 from opintercept.runs.report.panels import NAME, NAMED, rounded, shown_text
-from opintercept.runs.why.answer import Answer, Cause
+from opintercept.runs.why.answer import Answer, Cause, Layer
 
 CAUSES = 200
 
@@ -25,8 +25,10 @@ def write(path: str | os.PathLike[str], found: Answer) -> None:
 
 def page(found: Answer) -> str:
     """The page as text."""
-    rows, loss = found.rows(), found.loss
-    left = len(rows) - CAUSES
+    loss = found.loss
+    layers = sorted(found.layers, key=lambda layer: -abs(layer.cost))
+    rows = [*map(_cause, found.rows()[:CAUSES]), *map(_layer, layers[:CAUSES])]
+    left = len(found.rows()) + len(layers) - len(rows)
     notes = [f"{counted(left, 'cause')} that cost less are left out"] if left > 0 else []
     data = {
         "answer": shown_text(found.sentence, 4 * NAME),
@@ -35,7 +37,8 @@ def page(found: Answer) -> str:
         "programs": "one program" if found.same_program else "two programs",
         "joined": [found.joined, found.calls, "calls" if found.operators == "all" else "products"],
         "loss": loss and [shown_text(loss.name), *map(_finite, (loss.a, loss.b, loss.b - loss.a, loss.rest))],
-        "causes": [_cause(each) for each in rows[:CAUSES]],
+        "causes": rows,
+        "rounding": bool(layers),
         "notes": [*notes, *(shown_text(note, 4 * NAME) for note in found.notes)],
     }
     return filled("why", "answered", "plots parts answered", data)
@@ -64,6 +67,16 @@ def _cause(cause: Cause) -> dict[str, Any]:
             *([] if roundings is None else [["off by", f"{roundings:g} times what rounding may do"]]),
             *([["or", shown_text(f"B {other}")] for other in cause.others]),
         ],
+    }
+
+
+def _layer(layer: Layer) -> dict[str, Any]:
+    return {
+        "what": "rounding",
+        "place": shown_text(layer.module),
+        "sure": "measured in A's program",
+        "cost": _finite(layer.cost),
+        "facts": [],
     }
 
 

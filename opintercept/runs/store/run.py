@@ -335,6 +335,10 @@ class Run(Frames, Page):
         for columns in self._columns_of.values():
             columns.close()
         self._columns_of.clear()
+        self.close_tensors()
+
+    def close_tensors(self) -> None:
+        """Close the files of tensors, whose memory then counts no more."""
         self._tensor_files.clear()
 
     def folder(self, rank: int) -> Path:

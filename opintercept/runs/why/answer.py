@@ -154,6 +154,21 @@ class Loss(Plain):
 
 
 @dataclass(frozen=True, slots=True)
+class Layer(Plain):
+    """What the rounding of a layer costs, where nothing but rounding differs.
+
+    Attributes:
+        module: Its name, or the line of calls that are in no module.
+        cost: What the loss changes by when this layer, too, has B's results in A's program.
+        share: That part of the difference of the losses.
+    """
+
+    module: str
+    cost: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
 class Answer(Plain, Table):
     """The result of `why`. Its table and its data frame have a row for each cause.
 
@@ -164,12 +179,13 @@ class Answer(Plain, Table):
             than rounding. `"coarser"`: B is rounded or quantised throughout, and differs by no more than that.
             `"difference"`: there are causes. `"not compared"`: nothing differs, but results have no counterpart.
         same_program: Whether both runs are of one program: the same operators in modules of the same names.
-        operators: `"all"` if all operators of A were recorded, or `"products"`.
+        operators: `"all"` if all operators of both were recorded; `"products"` if only products of A or of B were.
         joined: How many calls of A make what some call of B makes, and
         calls: how many there are.
         upto: The last results that were compared, `"the logits"`.
         causes: What B does otherwise, in A's order.
         coarser: What is rounded or quantised throughout.
+        layers: What the rounding of each layer costs if B is coarser, in A's order; empty without a loss.
         rewritten: Where B computes otherwise, and nothing of it is left at the next joint.
         loss: The loss; None if there is none.
         notes: What was not compared, and why.
@@ -185,6 +201,7 @@ class Answer(Plain, Table):
     upto: str
     causes: tuple[Cause, ...] = ()
     coarser: tuple[Cause, ...] = ()
+    layers: tuple[Layer, ...] = ()
     rewritten: tuple[Place, ...] = ()
     loss: Loss | None = None
     notes: tuple[str, ...] = ()
@@ -193,7 +210,7 @@ class Answer(Plain, Table):
 
     @property
     def equal(self) -> bool:
-        """Whether the programs' results differ by no more than rounding, and all of them were compared."""
+        """Whether the programs' results differ by no more than rounding, as far as they were recorded."""
         return self.verdict in ("equal", "rounding")
 
     @property
@@ -205,6 +222,7 @@ class Answer(Plain, Table):
     def sentence(self) -> str:
         """The answer in one sentence."""
         cause, upto = self.first, f", up to and with {self.upto}" if self.upto else ""
+        after = " What follows it was not recorded." if self.operators == "products" and upto else ""
         if cause is not None:
             share = _percent(cause.share)
             of = f": {share} of the difference of the loss" if share else ""
@@ -215,11 +233,11 @@ class Answer(Plain, Table):
             coarser = [
                 f"{printable(each.what, _LINE)}, in {_listed((each.place, *each.also), 1)}" for each in self.coarser
             ]
-            return f"B {_some(coarser, _MOST)}; nothing differs by more than that{upto}."
+            return f"B {_some(coarser, _MOST)}; nothing differs by more than that{upto}.{after}"
         if self.verdict == "not compared":
             none = f"nothing differs by more than rounding{upto}, but other" if upto else "nothing could be compared:"
             return f"I do not know: {none} results of A have no counterpart in B."
-        return f"Nothing differs{'' if self.verdict == 'equal' else ' by more than rounding'}{upto}."
+        return f"Nothing differs{'' if self.verdict == 'equal' else ' by more than rounding'}{upto}.{after}"
 
     def rows(self) -> tuple[Cause, ...]:
         """The causes, then what is coarser throughout; of each those first that cost most."""
@@ -233,7 +251,17 @@ class Answer(Plain, Table):
         yield from ("", f"A  {self.a}", f"B  {self.b}")
         if self.rows():
             yield from ("", self._cells())
+        if self.layers:
+            yield from ("", self._layers())
         yield from ("", *self._context())
+
+    def _layers(self) -> Cells:
+        rows = [
+            [printable(each.module, WIDTH), f"{each.cost:+.3g}", _percent(each.share)]
+            for each in sorted(self.layers, key=_modulus, reverse=True)
+            if each.cost
+        ]
+        return Cells(["layers by what their rounding costs", "cost", "share"], rows, left=1)
 
     def _cells(self) -> Cells:
         groups: dict[tuple[str, ...], list[Cause]] = {}
@@ -272,9 +300,9 @@ class Answer(Plain, Table):
     def _loss(self, loss: Loss) -> Iterator[str]:
         change = loss.b - loss.a
         yield f"loss: {loss.a:.6g} in A, {loss.b:.6g} in B, {change:+.3g} ({printable(loss.name, _LINE)})"
-        if self.rows() and abs(loss.rest) > _REST * abs(change):
-            yield f"  of the difference, {loss.rest:+.3g} has no cause of its own"
-        moduli = sum(map(_modulus, self.rows()))
+        if (self.rows() or self.layers) and abs(loss.rest) > _REST * abs(change):
+            yield f"  of the difference, {loss.rest:+.3g} has no {'layer' if self.layers else 'cause'} of its own"
+        moduli = sum(_modulus(each) for each in self.layers or self.rows())
         if change and moduli > _CANCEL * abs(change):
             yield f"  costs of both signs cancel: their moduli are {moduli / abs(change):.3g} times the difference"
 
@@ -287,7 +315,7 @@ def _name(place: Place) -> str:
     return place.name
 
 
-def _modulus(cause: Cause) -> float:
+def _modulus(cause: Cause | Layer) -> float:
     return abs(cause.cost) if cause.cost is not None and math.isfinite(cause.cost) else 0.0
 
 

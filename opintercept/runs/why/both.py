@@ -9,7 +9,7 @@ import torch
 from opintercept._values import rounding
 from opintercept.runs.program.program import Program
 from opintercept.runs.why.counterparts import Counterparts
-from opintercept.runs.why.flow import Flow, is_real
+from opintercept.runs.why.flow import Flow, holds_products, is_real, passes
 from opintercept.runs.why.joints import DTYPES, Joint, Joints
 
 
@@ -24,6 +24,7 @@ class Both:
     Attributes:
         a: A's data flow.
         b: B's.
+        partial: Whether B has products only, of which nothing follows about what it computes in between.
         joints: B's tensors.
         counterparts: What of B belongs to what of A.
         dtypes: The dtype of most products of A, and of B.
@@ -36,11 +37,14 @@ class Both:
 
     def __init__(self, a: Program, b: Program, *, forward: bool) -> None:
         self.a, self.b = (Flow(each, each.backward if forward else None) for each in (a, b))
-        if len(a.roots) != len(b.roots):  # the losses are of other batches
+        if not forward:  # gradients tell what losses do; of another number of passes these are of other batches
             for flow in (self.a, self.b):
                 flow.ends = [end for end in flow.ends if end not in flow.program.roots]
+        self.partial = holds_products(b)
+        if self.partial:
+            self.a.ends = self.a.final_products(backward=passes(a) == passes(b))
         self.joints = Joints(b, self.b.steps)
-        self.counterparts = Counterparts(self.a, self.b, self.joints)
+        self.counterparts = Counterparts(self.a, self.b, self.joints, partial=self.partial)
         self.dtypes = [_usual_dtype(flow) for flow in (self.a, self.b)]
         self.unit_a = rounding.unit(self.dtypes[0])
         self.dtype = max(self.dtypes, key=rounding.unit)

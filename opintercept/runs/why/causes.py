@@ -7,31 +7,30 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 
-from opintercept._core.text import listed
+from opintercept._core.text import counted, listed
 from opintercept._values import rounding
 from opintercept.runs.program.evaluate import Perturber
 from opintercept.runs.why.answer import Cause, CauseKind, Place
-from opintercept.runs.why.changes import other_arguments, other_operands, other_operators
-from opintercept.runs.why.changes.accused import ODD, Accused, off_record
-from opintercept.runs.why.changes.edits import (
-    Change,
-)
+from opintercept.runs.why.changes import other_arguments, other_operands, other_operators, unrecorded
+from opintercept.runs.why.changes.accused import ODD, Accused, is_whole, off_record
+from opintercept.runs.why.changes.edits import Change
 from opintercept.runs.why.changes.narrowing import narrowed
 from opintercept.runs.why.changes.wording import (
     apart,
     name_of,
     operand_words,
     place_of,
-    rows_of,
+    rows_differ,
 )
-from opintercept.runs.why.counterparts import weight_place
-from opintercept.runs.why.flow import LEAF
-from opintercept.runs.why.noise import LIMIT
-from opintercept.runs.why.quantised import within_eight_bits
+from opintercept.runs.why.flow import LEAF, is_real
+from opintercept.runs.why.joints import DTYPES, Joint
+from opintercept.runs.why.noise import LIMIT, Spread
 
 _WORK = 4e8  # numbers that the search for one cause may read, some seconds of one core
 _ALL_WORK = 12e8  # that for all
@@ -45,20 +44,40 @@ _IDLE = frozenset(
 )
 
 
-def explained(whole: Accused) -> tuple[Cause, bool]:
-    """The cause of a region, and whether it is a rounding or a quantisation."""
+class Explained(NamedTuple):
+    """What was found of a region.
+
+    Attributes:
+        cause: The cause; None if calls of the region say nothing.
+        uniform: Whether B is coarser throughout in this way.
+        closed: B's tensors for what the changed calls make, by their places. What B has there goes other ways, too.
+    """
+
+    cause: Cause | None
+    uniform: bool = False
+    closed: Mapping[int, Joint] = MappingProxyType({})
+
+
+def explained(whole: Accused) -> Explained:
+    """The cause of a region."""
+    good = [each for each in (_in_eight_bits(whole),) if each is not None]
+    near: list[Change] = []
     with torch.no_grad():
-        accused = narrowed(whole)
-        good, near = _search(accused)
-        if not good and accused is not whole:
-            good, near = _search(whole)
+        accused = whole if good else narrowed(whole)
+        for region in dict.fromkeys((accused, whole)):
+            if not good and not region.is_blind:
+                good, near = _search(region)
         good = good or near
     names = [
         Counter(s.operator for s in steps if s.operator not in _IDLE) for steps in (accused.steps, accused.steps_b)
     ]
     only = [names[0] - names[1], names[1] - names[0] if accused.steps_b else Counter()]
+    if whole.judge.partial:  # B's other operators were not recorded
+        only = [Counter(), Counter()]
     exact = bool(good)
-    good = good or [each for each in (_diagnosis(accused),) if each is not None]
+    good = good or [each for each in (_turned(accused), _diagnosis(accused)) if each is not None]
+    if not good and whole.is_blind and not any(only):
+        return Explained(None)  # the same operators, of which nobody knows what they make of B's values
     kept: dict[str, Change] = {}
     for change in good:
         kept.setdefault(change.what, change)
@@ -80,7 +99,21 @@ def explained(whole: Accused) -> tuple[Cause, bool]:
         exact=exact,
         others=tuple(change.what for change in chosen[1:]),
     )
-    return cause, first is not None and first.coarse
+    closed = _closed(accused, first) if first is not None and exact else {}
+    if exact and accused is not whole:
+        closed[accused.end.number] = accused.found.joint
+    return Explained(cause, first is not None and first.uniform, closed)
+
+
+def _closed(accused: Accused, change: Change) -> dict[int, Joint]:
+    """B's tensors for what the changed calls make with the change, where B has them."""
+    judge, found = accused.judge, dict[int, Joint]()
+    steps = [judge.a.steps[number] for number in change.edits if number != accused.end.number]
+    for number, value in accused.rerun(accused.steps, change.edits, steps).items() if steps else ():
+        joint = judge.joints.find(Spread(value, (), rounding.unit(judge.dtype)), by_rows=False)
+        if joint is not None and joint.whole:
+            found[number] = Joint(joint.tensor, joint.values)
+    return found
 
 
 def _places_before(accused: Accused) -> tuple[Place, ...]:
@@ -115,37 +148,58 @@ def _differently(accused: Accused, only: Sequence[Counter[str]]) -> str:
 
 def _kind(accused: Accused, names: Sequence[Counter[str]]) -> CauseKind:
     """What kind of cause it must be that no change explains: operators differ, or else what a call reads."""
+    if accused.judge.partial:
+        return "unknown"
     if names[0] != names[1] and accused.steps_b:
         return "operator"
     return "weight" if len(accused.steps) == 1 and accused.found.by == "weight" else "unknown"
 
 
+def _in_eight_bits(accused: Accused) -> Change | None:
+    """That one of both computes in int8, if B is as near as that allows."""
+    bound = accused.eight_bits
+    if bound is None or bool(((accused.target - accused.spread.base).abs() > bound).any()):
+        return None
+    step = next((step for step in accused.steps if is_whole(step)), None)
+    words = "computes products in int8" if step is None else "computes in full what A computes in int8"
+    return Change(0, "dtype", words, step or accused.end, {}, True)
+
+
+def _turned(accused: Accused) -> Change | None:
+    """That B has what a call chooses by in another dtype, so that it chooses otherwise, where all that follows does."""
+    judge, sweep = accused.judge, accused.sweep
+    if not accused.is_blind or judge.dtypes[0] != judge.dtypes[1]:
+        return None
+    for number in sorted(judge.a.before(accused.part) & sweep.turned.keys()):
+        step = judge.a.steps[number]
+        place = min(place for place in step.reads if is_real(judge.a.program, step.inputs[place][1]))
+        region, joint = step.inputs[place][1], judge.counterparts.joint_of(sweep, number, place)
+        mine = DTYPES[judge.a.program.dtype(region)]
+        if joint is not None and joint.tensor.unit > rounding.unit(mine):
+            maker = judge.a.steps[max(judge.a.writers[number][place] - {LEAF}, default=number)]
+            names = [str(dtype).removeprefix("torch.") for dtype in (joint.tensor.dtype, mine)]
+            words = (
+                f"computes {name_of(maker)} in {names[0]} where A computes it in {names[1]}, which turns "
+                f"{counted(sweep.turned[number], 'choice')} of {name_of(step)}"
+            )
+            return Change(0, "dtype", words, maker, {})
+    return None
+
+
 def _diagnosis(accused: Accused) -> Change | None:
     """What is plain of a region although no change reproduces B."""
-    judge, end = accused.judge, accused.end
-    place, base = weight_place(end), accused.spread.base
     if (leaf := _other_leaf(accused)) is not None:
         return leaf
-    if end.number not in judge.counterparts.by_weight or place is None or not base.dim():
+    end, base = accused.end, accused.spread.base
+    if end.number not in accused.judge.counterparts.by_weight or not base.dim():
         return None
-    rows = accused.given(end)[place]
-    rows = (rows if end.operator == "linear" else rows.mT).double()
-    x = accused.given(end)[[place for place, _ in enumerate(end.inputs) if place in end.reads][-2]].double()
-    if base.shape[-1] != len(rows) or x.shape[-1] != rows.shape[1]:
-        return None
-    exact, other = (each.reshape(-1, len(rows)) for each in (base, accused.target))
-    near = within_eight_bits(x.reshape(-1, x.shape[-1]), rows, exact, other)
-    whole = {"_int_mm", "linear_dynamic", "quantize_per_tensor", "round", "linear"}
-    if any(step.operator in whole for step in accused.steps_b):
-        if bool(near.all()):
-            return Change(0, "dtype", "computes products in int8", end, {}, True)
-        columns = (~near).any(0).nonzero()[:, 0].tolist()
-        more = " by more than int8 explains"
-    else:
-        far = (exact - other).abs() > LIMIT * accused.rows.reshape(-1, 1)
-        columns, more = far.any(0).nonzero()[:, 0].tolist(), ""
-    if 4 * len(columns) <= len(rows):
-        return Change(5, "weight", f"has another weight: {rows_of(columns, len(rows))} differ{more}", end, {})
+    bound, more = accused.eight_bits, " by more than int8 explains"
+    if bound is None:
+        bound, more = LIMIT * accused.rows, ""
+    far = ((base - accused.target).abs() > bound).reshape(-1, base.shape[-1]).any(0)
+    if 0 < 4 * int(far.sum()) <= len(far):
+        which = rows_differ(far.nonzero()[:, 0].tolist(), len(far))
+        return Change(5, "weight", f"has another weight: {which}{more}", end, {})
     return None
 
 
@@ -185,15 +239,19 @@ def _search(accused: Accused) -> tuple[list[Change], list[Change]]:
     for region, changes in (
         (accused, _plain(accused)),
         (wide, other_arguments.arguments(wide)),
+        (wide, unrecorded.biases(wide)),
         (accused, _others(accused)),
+        (wide, other_arguments.numbers(wide) if wide.judge.partial else ()),
     ):
         for change in changes:
             if accused.judge.searched > end:
                 break
             own = change.kind == "argument" and change.rank <= 1
             rest = region.ratio(change.edits)
-            if not rest <= (max(LIMIT, _REST * off) if own else LIMIT) or region.breaks(change.edits):
+            if not rest <= (max(LIMIT, _REST * off) if own else LIMIT):
                 continue
+            if not (own and change.step is accused.end) and region.breaks(change.edits):
+                continue  # an argument of the very call may be made up for by another, as of Adam's two
             if rest > LIMIT:
                 near.append(change)
             else:
@@ -218,6 +276,8 @@ def _plain(accused: Accused) -> Iterator[Change]:
     yield from other_operands.reads(accused)
     yield from other_operands.parts(accused)
     yield from other_operators.calls(accused)
+    yield from unrecorded.parameters(accused)
+    yield from unrecorded.rows(accused)
 
 
 def _others(accused: Accused) -> Iterator[Change]:

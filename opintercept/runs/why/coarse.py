@@ -42,6 +42,7 @@ def coarse_weights(counterparts: Counterparts, dtype: torch.dtype) -> CoarseWeig
     flow, joints = counterparts.a, counterparts.joints
     found: dict[int, tuple[str, Region, torch.Tensor]] = {}
     seen: set[int] = set()
+    partly: Counter[str] = Counter()  # weights of which a row is another one
     for number in (*sorted(counterparts.by_weight), *(s.number for s in flow.steps if s.operator == "embedding")):
         step = flow.steps[number]
         place = weight_place(step)
@@ -56,27 +57,31 @@ def coarse_weights(counterparts: Counterparts, dtype: torch.dtype) -> CoarseWeig
         mine, theirs = rows
         if torch.equal(theirs, theirs.round()):  # codes, which are scaled behind the product
             theirs = theirs * _scales(counterparts, number, mine, theirs)[:, None]
-        words = _words(mine, theirs)
+        words, whole = _words(mine, theirs)
         if words is not None and words.endswith(str(dtype).removeprefix("torch.")):
             continue
-        if words is not None and mine.numel() == math.prod(region.shape):
-            values = theirs if mine.shape == region.shape and step.operator in ("linear", "embedding") else theirs.mT
-            found[region.memory] = words, region, values
+        if words is not None and not whole:
+            partly[words] += 1
+        elif words is not None and mine.numel() == math.prod(region.shape):
+            turned = mine.shape != region.shape or step.operator not in ("linear", "embedding")
+            moved = (theirs - mine).mT if turned else theirs - mine  # both with what low-rank products add
+            found[region.memory] = words, region, flow.program.value(region).double() + moved
     most = Counter(words for words, _, _ in found.values()).most_common(1)
     rounded = bool(most) and most[0][0].endswith("float16")
-    if not most or most[0][1] < max(2, 0 if rounded else _UNIFORM * len(seen)):
+    if not most or most[0][1] + partly[most[0][0]] < max(min(2, len(seen)), 0 if rounded else _UNIFORM * len(seen)):
         return CoarseWeights()
     chosen = {memory: (region, values) for memory, (words, region, values) in found.items() if words == most[0][0]}
     for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
         if most[0][0].endswith(name):
-            chosen |= _rounded(counterparts, dtype, {*chosen})
+            tables = {region.memory for step in flow.steps if step.operator == "embedding" for _, region in step.inputs}
+            whole = seen - tables <= chosen.keys()  # so are those that a run of products does not show
+            chosen |= _rounded(counterparts, dtype, {*chosen}, assumed=counterparts.partial and whole)
     return CoarseWeights(f"{most[0][0]}: {most[0][1]} of {len(seen)} weights", chosen)
 
 
-def _words(mine: torch.Tensor, theirs: torch.Tensor) -> str | None:
-    """What B has of the weights of A, or None if it is neither coarser nor finer."""
-    if torch.equal(mine, theirs):
-        return None
+def _words(mine: torch.Tensor, theirs: torch.Tensor) -> tuple[str | None, bool]:
+    """What B has of the weights of A, None if it is neither coarser nor finer; and whether of all of their rows."""
+    partly = None
     for one, other, words in (
         (mine, theirs, "has its weights in"),
         (theirs, mine, "has in full the weights that A has in"),
@@ -84,12 +89,15 @@ def _words(mine: torch.Tensor, theirs: torch.Tensor) -> str | None:
         for x, y in ((one, other), (one.mT, other.mT)):
             bits, wrong = quantised(x.contiguous(), y.contiguous())
             if bits and not bool(wrong.any()):
-                return f"{words} {bits}"
-    return None
+                return f"{words} {bits}", True
+            partly = partly or (f"{words} {bits}" if bits else None)
+    return partly, False
 
 
-def _rounded(counterparts: Counterparts, dtype: torch.dtype, known: set[int]) -> dict[int, tuple[Region, torch.Tensor]]:
-    """The other parameters of A that B has rounded to a dtype, as of norms."""
+def _rounded(
+    counterparts: Counterparts, dtype: torch.dtype, known: set[int], *, assumed: bool
+) -> dict[int, tuple[Region, torch.Tensor]]:
+    """The other parameters of A that B has rounded to a dtype, as of norms; all of them if that is `assumed`."""
     flow, joints, found = counterparts.a, counterparts.joints, dict[int, tuple[Region, torch.Tensor]]()
     for step in flow.steps:
         for _, region in step.inputs:
@@ -101,6 +109,8 @@ def _rounded(counterparts: Counterparts, dtype: torch.dtype, known: set[int]) ->
                 theirs = joints.values(tensor)
                 if torch.equal(theirs, mine.to(dtype).double()):
                     found[region.memory] = region, theirs
+            if assumed:
+                found[region.memory] = region, mine.to(dtype).double()
     return found
 
 

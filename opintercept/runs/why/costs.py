@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from opintercept.runs.program.evaluate import computed, read, recorded
-from opintercept.runs.program.program import ProgramMemory, Step, last_uses
+from opintercept.runs.program.evaluate import computed, read
+from opintercept.runs.program.program import Program, ProgramMemory, Region, Step, last_uses
 from opintercept.runs.why.answer import Cause, Loss
 from opintercept.runs.why.changes.wording import place_of
 from opintercept.runs.why.flow import Flow
@@ -22,36 +22,50 @@ if TYPE_CHECKING:
     from opintercept.runs.why.both import Both
 
 
-def loss_of(flow: Flow, changed: Mapping[int, torch.Tensor | None], end: int) -> float:
-    """The loss of a program, in float64 from the first of some calls on.
+Weights = Mapping[int, tuple[Region, torch.Tensor]]
+
+
+def loss_with(flow: Flow, forced: Mapping[int, torch.Tensor], end: int, begin: int, weights: Weights) -> float:
+    """The loss of a program, in float64, of which nothing is computed that the loss does not need.
 
     Args:
         flow: The program.
-        changed: What these calls make; None for what was recorded.
+        forced: What these calls make, in place of what the program computes.
         end: The place of the call that makes the loss.
+        begin: The place of the first call that is computed; what earlier ones make is as it was recorded.
+        weights: The values of weights that are others, and where they lie, by their memory.
     """
-    program, memory, other = flow.program, ProgramMemory(flow.program.sizes), set[int]()
-    last = last_uses(flow.steps[: end + 1])
-    for step in flow.steps[: end + 1]:
-        inputs = [region for _, region in step.inputs]
-        if step.number in changed or any(inputs[place].memory in other for place in step.reads):
-            made = computed(program, step, [read(program, each, memory) for each in inputs])
-            if step.number in changed:
-                own = changed[step.number]
-                made = recorded(program, step) if own is None else [own, *made[1:]]
-            for region, value in zip(step.outputs, made, strict=False):
-                if region is not None and value is not None and value.is_floating_point():
-                    memory.write(region, value.reshape(region.shape))
-                    other.add(region.memory)
-        else:
-            for region in filter(None, step.outputs):
-                if region.memory in other:
-                    memory.write(region, torch.full(region.shape, torch.nan))
+    program, memory = flow.program, ProgramMemory(flow.program.sizes)
+    known = {number for number in forced if number != end and _makes_one(flow, number)}
+    part = flow.before([end], {*known, *range(begin)}, ())
+    read_by = (writers for number in part for writers in flow.writers[number])
+    steps = [flow.steps[number] for number in sorted(part.union(*(writers & known for writers in read_by)))]
+    last, left = last_uses(steps), {**weights}
+    for step in steps:
+        for place in step.reads - step.written:
+            if (weight := left.pop(step.inputs[place][1].memory, None)) is not None:
+                memory.write(weight[0], weight[1].reshape(weight[0].shape))
+        made = [] if step.number in known else computed(program, step, _inputs(program, step, memory))
+        if step.number in forced:
+            made[:1] = [forced[step.number]]
+        for region, value in zip(step.outputs, made, strict=False):
+            if region is not None and value is not None and value.is_floating_point():
+                memory.write(region, value.reshape(region.shape))
         if step.number != end:
             memory.forget(last.get(step.number, ()))
     region = flow.steps[end].outputs[0]
     assert region is not None
     return float(read(program, region, memory))
+
+
+def _inputs(program: Program, step: Step, memory: ProgramMemory) -> list[torch.Tensor]:
+    return [read(program, region, memory) for _, region in step.inputs]
+
+
+def _makes_one(flow: Flow, number: int) -> bool:
+    """Whether later calls read nothing of a call but its first output."""
+    others = {region.memory for region in flow.steps[number].outputs[1:] if region is not None}
+    return not any(flow.steps[user].inputs[place][1].memory in others for user, place in flow.users[number])
 
 
 def loss_step(both: Both) -> Step | None:
@@ -64,30 +78,44 @@ def loss_step(both: Both) -> Step | None:
     return next((step for step in single if step.outputs[0] is not None and not step.outputs[0].shape), None)
 
 
-def with_costs(both: Both, found: Sequence[tuple[Cause, list[int]]]) -> tuple[dict[int, Cause], Loss | None]:
-    """The causes with their costs, by their ids, and the loss.
+def with_costs(
+    both: Both, found: Sequence[tuple[Cause, list[int]]], weights: Weights
+) -> tuple[list[Cause], Loss | None]:
+    """The causes with their costs, and the loss.
 
     Args:
         both: The programs.
-        found: Each cause, and the places of the calls at which B's values were put into A's program.
+        found: Each cause, and the places of the calls at which B's values were put into A's program; none for that of
+            weights in fewer bits.
+        weights: These, as in B, by their memory.
     """
     step = loss_step(both)
     if step is None or step.outputs[0] is None:
-        return {}, None
+        return [cause for cause, _ in found], None
     recorded_a = float(both.a.program.value(step.outputs[0]).double())
     recorded_b = float(both.joints.values(both.counterparts.ends[step.number]))
     name = str(place_of(step))
     difference = recorded_b - recorded_a
     places = [number for _, numbers in found for number in numbers if number <= step.number]
-    costs: dict[int, Cause] = {}
-    if not places or not math.isfinite(difference):
-        return {}, Loss(name, recorded_a, recorded_b)
-    changed: dict[int, torch.Tensor | None] = dict.fromkeys(places)
-    before = start = loss_of(both.a, changed, step.number)
-    for cause, numbers in sorted(found, key=lambda each: min(each[1])):
-        changed |= {number: both.forced[number].values for number in numbers if number in changed}
-        now = loss_of(both.a, changed, step.number)
-        cost = now - before
-        costs[id(cause)] = replace(cause, cost=cost, share=cost / difference if difference else math.nan)
+    readers = [each.number for each in both.a.steps if any(region.memory in weights for _, region in each.inputs)]
+    starts = [*places, *readers[:1]]
+    if not starts or not math.isfinite(difference):
+        return [cause for cause, _ in found], Loss(name, recorded_a, recorded_b)
+    before = start = loss_with(both.a, {}, step.number, min(starts), {})
+    changed: dict[int, torch.Tensor] = {}
+    used: Weights = {}
+    totals = [0.0 for _ in found]
+    order = sorted((number, at) for at, (_, numbers) in enumerate(found) for number in numbers or (-1,))
+    for number, at in order:  # one by one, for B's values have the effects of what lies before, of other causes too
+        if number < 0:
+            used = weights
+        elif number in places:
+            changed[number] = both.forced[number].values
+        now = loss_with(both.a, changed, step.number, min(starts), used)
+        totals[at] += now - before
         before = now
-    return costs, Loss(name, recorded_a, recorded_b, difference - (before - start))
+    costed = [
+        replace(cause, cost=cost, share=cost / difference if difference else math.nan)
+        for (cause, _), cost in zip(found, totals, strict=True)
+    ]
+    return costed, Loss(name, recorded_a, recorded_b, difference - (before - start))

@@ -5,9 +5,10 @@ Invariant: it follows elements of memory, so a call that writes a part of a tens
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 import torch
 
@@ -70,6 +71,7 @@ class Flow:
         self.writers: list[list[frozenset[int]]] = []
         self.users: dict[int, list[tuple[int, int]]] = defaultdict(list)
         self.active: set[int] = set()
+        self._computed: set[int] = set()  # active calls whose results come from real numbers, as counts do not
         owners = _Owners(program.sizes)
         for step in self.steps:
             read = [
@@ -82,10 +84,16 @@ class Flow:
                     self.users[writer].append((step.number, place))
             if self._is_active(step, read):
                 self.active.add(step.number)
+                reals = [
+                    found for found, (_, region) in zip(read, step.inputs, strict=True) if is_real(program, region)
+                ]
+                drawn = step.is_random or not step.inputs
+                if drawn or any(LEAF in found or found & self._computed for found in reals):
+                    self._computed.add(step.number)
             for region in filter(None, step.outputs):
                 owners.write(region, step.number)
         if not self.active:
-            self.active = {step.number for step in self.steps}
+            self.active = self._computed = {step.number for step in self.steps}
         self.ends = self._ends()
 
     def _is_active(self, step: Step, read: list[frozenset[int]]) -> bool:
@@ -104,7 +112,7 @@ class Flow:
         return [
             step.number
             for step in self.steps[first:]
-            if step.number in self.active
+            if step.number in self._computed
             and self.makes_real(step)
             and not any(
                 user in self.active and self.makes_real(self.steps[user]) for user, _ in self.users[step.number]
@@ -113,46 +121,77 @@ class Flow:
 
     def last_products(self) -> list[int]:
         """The products from which single numbers such as a loss are computed: logits, which tell more than these."""
-        found: set[int] = set()
-        for end in self.ends:
-            region = self.steps[end].outputs[0]
-            left = [end] if region is not None and math.prod(region.shape) == 1 else []
-            seen = {*left}
-            while left:
-                number = left.pop()
-                if self.steps[number].stored.record.gemm is not None:
-                    found.add(number)
-                    continue
-                new = {each for writers in self.writers[number] for each in writers & self.active} - seen
-                seen |= new
-                left += new
-        after: set[int] = set()
-        for number in found:
-            left = [user for user, _ in self.users[number]]
-            while left:
-                user = left.pop()
-                if user not in after:
-                    after.add(user)
-                    left += [each for each, _ in self.users[user]]
-        return sorted(found - after)
+        regions = ((end, self.steps[end].outputs[0]) for end in self.ends)
+        single = {end for end, region in regions if region is not None and math.prod(region.shape) == 1}
+        products = {step.number for step in self.steps if step.stored.record.gemm is not None}
+        between = self.before(single - products, products)
+        found = products & single.union(*(writers for number in between for writers in self.writers[number]))
+        return sorted(found - self.after({user for number in found for user, _ in self.users[number]}))
+
+    def final_products(self, *, backward: bool) -> list[int]:
+        """The products that lead to no other product, of the forward passes or with those `backward`."""
+        counted = {s.number for s in self.steps if is_product(s) and (backward or s.stored.record.phase == "forward")}
+        before: set[int] = set()
+        found = []
+        for step in reversed(self.steps):
+            if any(user in before or user in counted for user, _ in self.users[step.number]):
+                before.add(step.number)
+            elif step.number in counted & self.active:
+                found.append(step.number)
+        return found[::-1]
 
     def makes_real(self, step: Step) -> bool:
         """Whether the first output of a call is of real numbers."""
         region = step.outputs[0] if step.outputs else None
         return region is not None and is_real(self.program, region)
 
-    def before(self, number: int, known: Iterable[int], edges: Iterable[tuple[int, int]]) -> list[int]:
-        """A call and those that lead to it, back to calls whose results are known and to inputs that are."""
-        stop, cut = {*known}, {*edges}
-        found, left = {number}, [number]
+    def before(
+        self, numbers: Iterable[int], stop: Container[int] = (), cut: Container[tuple[int, int]] = ()
+    ) -> set[int]:
+        """Calls and those that lead to them, back to calls whose results are known and to inputs that are.
+
+        Args:
+            numbers: The places of the calls.
+            stop: Those of the calls whose results are known.
+            cut: The inputs that are, by the places of the call and of the input.
+        """
+        found, left = {*numbers}, [*numbers]
         while left:
             at = left.pop()
             for place, writers in enumerate(self.writers[at]):
-                if (at, place) not in cut:
-                    new = writers - found - stop - {LEAF}
+                if writers and (at, place) not in cut:
+                    new = {each for each in writers - found if each != LEAF and each not in stop}
                     found |= new
                     left += new
-        return sorted(found)
+        return found
+
+    def after(
+        self, numbers: Iterable[int], stop: Container[int] = (), cut: Container[tuple[int, int]] = ()
+    ) -> set[int]:
+        """Calls and those that they lead to, up to and with those whose results are known."""
+        found, left = {*numbers}, [*numbers]
+        while left:
+            new = {user for user, place in self.users[left.pop()] if (user, place) not in cut} - found
+            found |= new
+            left += [each for each in new if each not in stop]
+        return found
+
+
+def passes(program: Program) -> int:
+    """How many backward passes there are."""
+    phases = [step.stored.record.phase == "forward" for step in program.steps]
+    return sum(one and not other for one, other in itertools.pairwise(phases))
+
+
+def holds_products(program: Program) -> bool:
+    """Whether products alone were recorded."""
+    calls = (call for call in program.run.calls(program.rank) if call.record.phase == "forward" and call.error is None)
+    return all(call.record.lhs is not None and "conv" not in call.record.op for call in calls)  # views tell, too
+
+
+def is_product(step: Step) -> bool:
+    """Whether a call is recorded where products alone are: a product of two matrices, or an attention."""
+    return step.stored.record.lhs is not None and "conv" not in step.stored.record.op
 
 
 def is_real(program: Program, region: Region) -> bool:

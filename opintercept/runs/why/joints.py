@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,9 +18,9 @@ from opintercept._values.stats import Values
 from opintercept.runs.program.program import Program, Region, Step
 from opintercept.runs.store.codec import role_of
 from opintercept.runs.why.flow import is_real
-from opintercept.runs.why.noise import LIMIT, Spread, unmasked
+from opintercept.runs.why.layouts import Layout, layouts
+from opintercept.runs.why.noise import LIMIT, Spread, apart, unmasked
 
-_PERMUTED = 5  # dimensions whose orders are all tried
 _WIDE = 8  # numbers of a row by which it is found alone
 _MOST = 1 << 26  # numbers in the rows of one width that are looked through
 _NEAR = 64  # rows with a projection like that of a row of A that are compared with it
@@ -83,12 +82,13 @@ class Joint:
         return {maker for each in (self.tensor, *self.others) for maker in each.makers}
 
 
-class Exact(NamedTuple):
-    """A tensor of A that B has bit for bit; its values are read when they are asked for."""
+class Laid(NamedTuple):
+    """A tensor of A that is one of B in some layout; its values are read when they are asked for."""
 
     tensor: Tensor
     joints: Joints
     shape: tuple[int, ...]
+    layout: Layout | None = None  # None for the same order
     whole: bool = True
 
     @property
@@ -99,7 +99,8 @@ class Exact(NamedTuple):
     @property
     def values(self) -> torch.Tensor:
         """B's values in A's layout, `float64`."""
-        return self.joints.values(self.tensor).reshape(self.shape)
+        values = self.joints.values(self.tensor)
+        return values.reshape(self.shape) if self.layout is None else self.layout.laid(values, self.shape)
 
 
 class Joints:
@@ -165,14 +166,14 @@ class Joints:
             self._cached += read.numel()
         return self._cache[name]
 
-    def exact(self, program: Program, region: Region) -> Exact | None:
+    def exact(self, program: Program, region: Region) -> Laid | None:
         """The tensor of B with the same bits as a recorded tensor of A, in the same order."""
         if region.name is None:
             return None
         found = self._by_content.get((content_of(region.name), program.dtype(region)))
         if found is None or math.prod(found.region.shape) != math.prod(region.shape):
             return None
-        return None if math.prod(region.shape) == 1 and found.moments(self)[2] else Exact(found, self, region.shape)
+        return None if math.prod(region.shape) == 1 and found.moments(self)[2] else Laid(found, self, region.shape)
 
     def has_bits(self, program: Program, region: Region) -> bool:
         """Whether B has a tensor with the same bits, were it but a constant."""
@@ -182,14 +183,14 @@ class Joints:
             for each in self._by_size[math.prod(region.shape)]
         )
 
-    def find(self, spread: Spread, *, by_rows: bool = True) -> Joint | None:
+    def find(self, spread: Spread, *, by_rows: bool = True) -> Joint | Laid | None:
         """The tensor of B with the values of A, to rounding; of several the nearest."""
         base = spread.base
         if is_trivial(base) or not base.numel():
             return None
         flat = unmasked(base).reshape(-1)
         total, norm, count = float(flat.sum()), float(flat.norm()), flat.numel()
-        best: tuple[float, Joint] | None = None
+        best: tuple[float, Laid] | None = None
         for tensor in self._by_size[count]:
             noise = spread.usual(tensor.unit)
             if not spread.tells(tensor.unit):
@@ -198,11 +199,15 @@ class Joints:
             far = LIMIT * noise * math.sqrt(count)
             if trivial or abs(norms - norm) > far or abs(sums - total) > far * math.sqrt(count):
                 continue
-            for values in layouts(self.values(tensor), tuple(base.shape)):
+            own = self.values(tensor)
+            for layout in layouts(tensor.region.shape, tuple(base.shape)):
+                if spread.misses(own, layout, tensor.unit):
+                    continue
+                values = layout.laid(own, base.shape)
                 if spread.ratio(values, tensor.unit) <= LIMIT:
-                    distance = float((base - values).nan_to_num(0, 0, 0).square().sum())
+                    distance = apart(base, values)
                     if best is None or distance < best[0]:
-                        best = distance, Joint(tensor, values)
+                        best = distance, Laid(tensor, self, tuple(base.shape), layout)
                     break
             if best is not None and best[0] == 0:
                 break
@@ -259,9 +264,13 @@ class _Rows:
         low = torch.searchsorted(self._projections, projections - far).tolist()
         high = torch.searchsorted(self._projections, projections + far).tolist()
         found, used = torch.empty_like(x), dict[int, Tensor]()
-        for row, (start, end) in enumerate(zip(low, high, strict=True)):
+        spans = [range(start, min(end, start + _NEAR)) for start, end in zip(low, high, strict=True)]
+        owners = [self._which[each.start : each.stop].tolist() for each in spans]
+        counts = Counter(itertools.chain.from_iterable(owners))
+        for row, (span, of) in enumerate(zip(spans, owners, strict=True)):
             best, nearest = math.inf, None
-            for at in range(start, min(end, start + _NEAR)):
+            # Of equal rows, that of the tensor with the most: others may have a row by chance.
+            for _, at in sorted(zip((-counts[each] for each in of), span, strict=True)):
                 candidate = self._tensors[int(self._which[at])]
                 values = joints.values(candidate).reshape(-1, width)[int(self._row[at])]
                 distance = float((values - x[row]).square().mean().sqrt() / noise[row])
@@ -274,22 +283,6 @@ class _Rows:
             used.setdefault(id(nearest), nearest)
         first, *others = used.values()
         return Joint(first, found.reshape(shape), False, tuple(others))
-
-
-def layouts(values: torch.Tensor, shape: tuple[int, ...]) -> Iterator[torch.Tensor]:
-    """Values in a shape, by each order of the dimensions of either, most likely first."""
-    yield values.reshape(shape)
-    own = tuple(values.shape)
-    if len(own) <= _PERMUTED:
-        wide = [place for place, size in enumerate(own) if size > 1]
-        for order in itertools.permutations(range(len(own))):
-            if [place for place in order if own[place] > 1] != wide:
-                yield values.permute(order).reshape(shape)
-    if len(shape) <= _PERMUTED:
-        for order in itertools.permutations(range(len(shape))):
-            if list(order) != sorted(order):
-                back = [order.index(place) for place in range(len(order))]
-                yield values.reshape([shape[place] for place in order]).permute(back)
 
 
 def is_trivial(values: torch.Tensor) -> bool:

@@ -10,40 +10,43 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from opintercept._core.text import counted
 from opintercept._values import rounding
 from opintercept.runs.program.evaluate import Perturber
 from opintercept.runs.program.program import Program
 from opintercept.runs.store.run import Run
-from opintercept.runs.why.answer import Answer, Cause, Loss, Place, Verdict
+from opintercept.runs.why.answer import Answer, Cause, Layer, Loss, Place, Verdict
 from opintercept.runs.why.both import Both
 from opintercept.runs.why.causes import explained
-from opintercept.runs.why.changes.accused import Accused
-from opintercept.runs.why.changes.wording import place_of
+from opintercept.runs.why.changes.accused import ODD, Accused, off_record
+from opintercept.runs.why.changes.wording import UNSEEN_BIAS, name_of, place_of
 from opintercept.runs.why.coarse import CoarseWeights, coarse_weights
 from opintercept.runs.why.costs import with_costs
-from opintercept.runs.why.counterparts import Counterpart
-from opintercept.runs.why.joints import content_of
+from opintercept.runs.why.counterparts import Counterpart, weight_place
+from opintercept.runs.why.flow import LEAF, holds_products, is_product, passes
+from opintercept.runs.why.joints import Joint, content_of
+from opintercept.runs.why.layers import with_layers
+from opintercept.runs.why.lookups import other_lookups
 from opintercept.runs.why.noise import LIMIT, Spread
-from opintercept.runs.why.quantised import quantised
 from opintercept.runs.why.sweep import Sweep, Sweeper
 
 _MOST = 40  # sweeps
-_EIGHT_BITS = 0.05  # how far a product of int8 may be off, relative to its norm
-_IN = "has its weight in "
-_FULL = "computes in full what A computes in int8"
-_UNIFORM = 0.4  # of the products that are quantised where all are meant to be
 
 
 def judged(a: Run, b: Run) -> Answer:
     """Judge two runs of which A has all operators."""
     starts = _starts(a, b)
-    one, other = (Program(run, run.ranks[0], whole=True, start=at) for run, at in zip((a, b), starts, strict=True))
-    alike = len(one.roots) == len(other.roots)  # another number of passes computes other batches
+    one, other = (Program(run, run.ranks[0], at) for run, at in zip((a, b), starts, strict=True))
+    counts = [passes(each) if holds_products(other) else len(each.roots) for each in (one, other)]
+    alike = counts[0] == counts[1]  # another number of passes computes other batches
     judge = Judge(one, other, forward=alike)
     judge.run()
-    if alike and not judge.found and one.backward is not None and other.backward is not None:
-        judge = Judge(one, other, forward=False)
-        judge.run()
+    trains = alike and one.backward is not None and other.backward is not None
+    if trains and (not judge.found or judge.wrong_losses):
+        whole = Judge(one, other, forward=False)
+        whole.run()
+        if not judge.found or whole.gradients_agree:  # as where a loss is divided, and not its gradients
+            judge = whole
     return judge.answer(a, b)
 
 
@@ -71,12 +74,12 @@ def _starts(a: Run, b: Run) -> tuple[int, int]:
 
 
 class _Head(NamedTuple):
-    """A cause, and the place of the call at which B's values were put into A's program."""
+    """A cause, and the places of the calls at which B's values were put into A's program: of its first, then others."""
 
     cause: Cause
-    number: int
-    is_coarse: bool
-    operator: str
+    numbers: list[int]
+    uniform: bool  # as all calls of its kind are coarser
+    part: set[int]  # the places of the calls that are accused
 
 
 class Judge(Both):
@@ -91,6 +94,7 @@ class Judge(Both):
         results: The places of the calls whose results must agree: those that nothing reads, and logits behind a loss.
         coarse: The weights that one program has in fewer bits throughout.
         last: The last sweep.
+        wrong_losses: Whether nothing but losses differs, from which `backward` began.
     """
 
     def __init__(self, a: Program, b: Program, *, forward: bool) -> None:
@@ -98,31 +102,66 @@ class Judge(Both):
         self.results = [*self.a.last_products(), *self.a.ends] if forward else self.a.ends
         self.coarse: CoarseWeights | None = None
         self.last = Sweep()
-        self._accused: set[int] = set()
+        self.wrong_losses = False
+        self._accused: dict[int, _Head] = {}
+        self._blind: set[int] = set()
+        self._wrong: set[int] = set()  # the calls of which B has what A does not make
         self._heads: list[_Head] = []
 
     def run(self) -> None:
         """Find the causes, one sweep after the other."""
         for _ in range(_MOST):
-            self.last = Sweeper(
-                self.a, self.joints, Perturber(self.dtype), self.taken, self.coarse.values if self.coarse else {}
-            ).sweep(self.forced)
+            weights = self.coarse.values if self.coarse else {}
+            sweeper = Sweeper(self.a, self.joints, Perturber(self.dtype), self.taken, weights)
+            self.last = Sweep()  # the one before need not stay in memory
+            self.last = sweeper.sweep(self.forced)
             ends = self._bad_ends(self.last)
+            if not self._heads:
+                self.wrong_losses = bool(ends) and ends <= {*self.a.program.roots}
             if ends and self.coarse is None:
                 self.coarse = coarse_weights(self.counterparts, self.dtype) if self._has_others(self.last) else None
                 self.coarse = self.coarse or CoarseWeights()
                 if self.coarse.values:
                     continue
-            if not ends or not self._accuse(self.last, self._bad(self.last, ends), ends):
-                return
+            bad = self._bad(self.last, ends)
+            if not ends or not (self._looked_up(sweeper, bad) or self._accuse(self.last, bad, ends)):
+                break
+        self._accuse_records(self.last)
+
+    def _accuse_records(self, sweep: Sweep) -> None:
+        """Accuse calls of A that were not recorded to make what B makes of the same, and what A's replay does."""
+        program, perturber = self.a.program, Perturber(self.dtypes[0])
+        for number in sorted(self.a.active & sweep.joined.keys() & sweep.made.keys() - self.forced.keys()):
+            step, joint = self.a.steps[number], sweep.joined[number]
+            region = step.outputs[0]
+            if region is None or region.name is None or not joint.whole or self.joints.has_bits(program, region):
+                continue
+            off = sweep.made[number].ratio(program.value(region).double(), self.unit_a)
+            if off > ODD and off_record(program, step, perturber, True) > ODD:
+                words = f"makes what the operands of A's {name_of(step)} say, which A's own result is not"
+                self.forced[number] = Joint(joint.tensor, joint.values)
+                cause = Cause("result", words, place_of(step), exact=True)
+                self._heads.append(_Head(cause, [number], False, {number}))
+
+    def _looked_up(self, sweeper: Sweeper, bad: set[int]) -> bool:
+        """Accuse a lookup of A if fewer calls differ with what B looks up instead."""
+        for number, joint, cause in other_lookups(self, self.last):
+            trial = sweeper.sweep(self.forced | {number: joint})
+            if number not in self.forced and len(self._bad(trial, self._bad_ends(trial))) < len(bad):
+                self.forced[number] = joint
+                self._heads.append(_Head(cause, [number], False, {number}))
+                self._accused[number] = self._heads[-1]
+                return True
+        return False
 
     def _has_others(self, sweep: Sweep) -> bool:
         """Whether B lacks some weight of A."""
         return any(
-            region.weight and (step.number, place) not in sweep.edges
+            (step.number, place) not in sweep.edges
             for step in self.a.steps
             for place, (_, region) in enumerate(step.inputs)
             if place in step.reads and math.prod(region.shape) > 1
+            if region.weight or (place == weight_place(step) and self.a.writers[step.number][place] == {LEAF})
         )
 
     def _bad_ends(self, sweep: Sweep) -> set[int]:
@@ -180,115 +219,141 @@ class Judge(Both):
             agrees = sweep.made[number].ratio(found.joint.values, found.joint.tensor.unit) <= LIMIT
             if agrees and number in ends and found.by != "result":
                 continue  # B goes on from there
-            part = self.a.before(number, sweep.joined, sweep.edges)
+            part = sorted(self.a.before([number], sweep.joined, sweep.edges))
+            after = self.a.after([number], sweep.joined, sweep.edges)
             own = {each for each in part if each != number and each in self.a.active} or {number}
-            stale |= self._after(number, bad)
-            if not agrees and not own & self._accused:
+            if found.by == "operands" and self._heads and self._is_rewritten(sweep, number):
+                continue
+            stale |= after
+            known = [self._accused[each] for each in sorted(own & self._accused.keys())]
+            if known and not agrees:
+                known[-1].numbers.append(number)  # what was accused reaches here by another way
+            elif not agrees:
                 accused = Accused(sweep, part, found, self)
                 untrusted = accused.not_recomputed()
                 if untrusted - self.taken:
                     self.taken |= untrusted
                     return True
                 if self._is_doubtful(found) and not accused.helps([self.a.steps[end] for end in ends], bad):
-                    stale -= self._after(number, bad)
+                    stale -= after
                     continue
-                cause, is_coarse = self._in_eight_bits(accused) or explained(accused)
-                self._heads.append(_Head(cause, number, is_coarse, accused.end.operator))
-                self._accused |= own if not is_coarse else set()
+                said = explained(accused)
+                if said.cause is None:
+                    self._blind |= accused.part & sweep.blind
+                else:
+                    self.forced |= said.closed
+                    self._heads.append(_Head(said.cause, [number, *said.closed], said.uniform, own))
+                    self._accused |= dict.fromkeys(own if not said.uniform else (), self._heads[-1])
+            self._wrong |= set() if agrees else {number}
             self.forced[number] = found.joint
             sweep.joined[number] = found.joint
             again = True
         return again
 
-    def _in_eight_bits(self, accused: Accused) -> tuple[Cause, bool] | None:
-        """That B computes in full what A computes in whole numbers, if it is as near as these allow."""
-        whole = [step for step in accused.steps if step.operator in ("_int_mm", "linear_dynamic")]
-        base, target = accused.spread.base, accused.target
-        columns = (target - base).reshape(-1, base.shape[-1] if base.dim() else 1).square().mean(0)
-        sizes = base.reshape(columns.numel() and -1, columns.numel()).square().mean(0) if whole else columns
-        if not whole or bool((columns > _EIGHT_BITS**2 * (sizes + sizes.mean())).any()):
-            return None
-        return Cause("dtype", _FULL, place_of(whole[0]), until=place_of(accused.end), exact=True), True
-
     def _is_doubtful(self, found: Counterpart) -> bool:
-        """Whether the same weight may not mean the same result: other operators may add their bias elsewhere."""
-        other = found.step
-        return found.by in ("weight", "parameter") and (
-            other is None or other.operator != self.a.steps[found.number].operator
-        )
+        """Whether a counterpart may mean another result.
 
-    def _after(self, number: int, bad: set[int]) -> set[int]:
-        """What bad calls a call leads to, with itself."""
-        found, left = {number}, [number]
-        while left:
-            for user, _ in self.a.users[left.pop()]:
-                if user in bad and user not in found:
-                    found.add(user)
-                    left.append(user)
-        return found
+        Other operators on the same weight may add their bias elsewhere, and where B computes what is a weight of A, a
+        norm may be folded into it.
+        """
+        other, number = found.step, found.number
+        if found.by == "operands":
+            theirs = [] if other is None else self.b.writers[other.number]
+            pairs = zip(self.a.writers[number], theirs, strict=False)
+            return any(mine == {LEAF} and written & self.b.active for mine, written in pairs)
+        same = other is not None and other.operator == self.a.steps[number].operator
+        return found.by in ("weight", "parameter") and not same
+
+    def _is_rewritten(self, sweep: Sweep, number: int) -> bool:
+        """Whether B did otherwise at this line before, as in an earlier step, and nothing came of it."""
+        record = self.a.steps[number].stored.record
+        return record.source is not None and any(
+            (step.stored.record.op, step.stored.record.module, step.stored.record.source)
+            == (record.op, record.module, record.source)
+            for step in self.a.steps[:number]
+            if step.number in sweep.made and step.number not in sweep.joined and step.number not in self._accused
+        )
 
     @property
     def found(self) -> bool:
         """Whether anything was accused."""
         return bool(self._heads)
 
+    @property
+    def gradients_agree(self) -> bool:
+        """Whether what was accused first, if anything was, comes after a backward pass."""
+        first = min((head.cause.place.index for head in self._heads), default=None)
+        calls = (step for step in self.a.steps[self.a.program.backward :] if step.stored.record.index == first)
+        return first is None or any(step.stored.record.phase != "backward" for step in calls)
+
     def _grouped(self) -> tuple[list[Cause], list[Cause], Loss | None]:
         """The causes, of which those of the same words are one, and what is coarser throughout."""
-        uniform = {
-            what for what in {head.cause.what for head in self._heads if head.is_coarse} if self._is_uniform(what)
-        }
         groups: dict[Any, list[_Head]] = {}
-        for head in self._heads:
-            coarse = head.is_coarse and head.cause.what in uniform
-            line = head.cause.place.source if head.cause.what and not coarse else None
-            key = (coarse, head.cause.what, line) if coarse or head.cause.what else (head.number,)
-            groups.setdefault(key, []).append(head)
-        named = [
+        for head in map(self._placed, self._heads) if self.partial else self._heads:
+            line = None if head.uniform else head.cause.place.source
+            groups.setdefault((head.cause.what, line) if head.cause.what else head.numbers[0], []).append(head)
+        told = [
             (
                 replace(heads[0].cause, also=tuple(head.cause.place for head in heads[1:])),
-                [h.number for h in heads],
-                key[0],
+                [number for head in heads for number in head.numbers],
             )
-            for key, heads in groups.items()
+            for heads in groups.values()
         ]
-        costed, loss = with_costs(self, [(cause, numbers) for cause, numbers, _ in named])
-        causes = [costed.get(id(cause), cause) for cause, _, coarse in named if coarse is not True]
-        coarser = [costed.get(id(cause), cause) for cause, _, coarse in named if coarse is True]
-        if self.coarse is not None and self.coarse.what:
+        uniform = [heads[0].uniform for heads in groups.values()]
+        coarse = self.coarse or CoarseWeights()
+        if coarse.what:
             first = min(self.counterparts.by_weight, default=0)
-            coarser.insert(0, Cause("dtype", self.coarse.what, place_of(self.a.steps[first]), exact=True))
+            told.insert(0, (Cause("dtype", coarse.what, place_of(self.a.steps[first]), exact=True), []))
+            uniform.insert(0, True)
+        costed, loss = with_costs(self, told, coarse.values)
+        causes, coarser = (
+            [cause for cause, its in zip(costed, uniform, strict=True) if its == of] for of in (False, True)
+        )
         return causes, coarser, loss
 
-    def _is_uniform(self, what: str) -> bool:
-        """Whether a rounding is that of most calls that could have it."""
-        if what in (_FULL, "computes products in int8"):
-            return True
-        heads = [head for head in self._heads if head.is_coarse and head.cause.what == what]
-        products = [number for number in self.counterparts.by_weight if number in self.a.active]
-        if what.startswith(_IN):
-            found = (self.counterparts.weight_rows(number) for number in products)
-            bits = what.removeprefix(_IN)
-            return sum(rows is not None and quantised(*rows)[0] == bits for rows in found) >= _UNIFORM * len(products)
-        if all(head.number in self.counterparts.by_weight for head in heads):
-            return len(heads) >= _UNIFORM * len(products)
-        operators = Counter(self.a.steps[number].operator for number in self.a.active)
-        return len(heads) >= min(operators[head.operator] for head in heads)
+    def _placed(self, head: _Head) -> _Head:
+        """An unknown cause at the first call that is not vindicated: from which nothing leads to what B has, too."""
+        known, right = (self.last.joined.keys() - self._wrong) & self.a.active, set[int]()
+        for step in reversed(self.a.steps):
+            users = {user for user, _ in self.a.users[step.number]}
+            if step.number not in self._wrong and users & (known | right):
+                right.add(step.number)
+        doubtful = sorted((head.part & self.a.active) - right)
+        if head.cause.what or not doubtful:
+            return head
+        return head._replace(cause=replace(head.cause, place=place_of(self.a.steps[doubtful[0]])))
 
     def answer(self, a: Run, b: Run) -> Answer:
         """What was found."""
         causes, coarser, loss = self._grouped()
+        layers: tuple[Layer, ...] = ()
+        if loss is not None and not causes and (coarser or self.dtypes[0] != self.dtypes[1]):
+            layers, loss = with_layers(self, self.last, loss)
+        seen = {each for each in self.a.active if not self.partial or is_product(self.a.steps[each])}
         known = {*self.last.joined, *self.counterparts.ends}
         unpaired = [number for number in self.a.ends if number not in known]
-        unpaired = [number for number in unpaired if number not in self.counterparts.by_weight] if unpaired else []
+        if self.partial:
+            unpaired = [n for n in unpaired if n not in self.last.made or self.counterparts.end(self.last, n) is None]
+        elif unpaired:
+            unpaired = [number for number in unpaired if number not in self.counterparts.by_weight]
         paired = [number for number in self.a.ends if number not in unpaired]
-        upto = str(place_of(self.a.steps[paired[-1]])) if paired else ""
+        upto = f"{'the last product, ' * self.partial}{place_of(self.a.steps[paired[-1]])}" if paired else ""
         notes = [*self.counterparts.reasons]
         if unpaired:
             names = ", ".join(str(place_of(self.a.steps[each])) for each in unpaired[:4])
             notes.append(f"results of A without a counterpart in B, not compared: {names}")
-        if self.taken:
-            names = ", ".join(dict.fromkeys(self.a.steps[each].operator for each in sorted(self.taken)))
-            notes.append(f"taken as recorded, since A's own replay makes something else: {names}")
+        for found, why in (
+            (self.taken, "taken as recorded, since A's own replay makes something else"),
+            (self._blind, "not compared, since they cannot be computed from what B has"),
+        ):
+            if found:
+                names = ", ".join(dict.fromkeys(self.a.steps[each].operator for each in sorted(found)))
+                notes.append(f"{why}: {names}")
+        for number, count in self.last.turned.items():
+            choices = f"{counted(count, 'choice')} of {place_of(self.a.steps[number])}"
+            notes.append(f"rounding turns {choices}, and B's are taken")
+        if any(self.counterparts.unseen_bias(number) is not None for number in self.a.ends):
+            notes.append(UNSEEN_BIAS)
         if refused := self.a.program.refused():
             notes.append(f"not on the list of operators that may run again, taken as recorded: {', '.join(refused)}")
         return Answer(
@@ -296,13 +361,14 @@ class Judge(Both):
             b=b.head(),
             verdict=self._verdict(causes, coarser, bool(paired) and paired[-1] == max(self.a.ends, default=-1)),
             same_program=self._same_program(),
-            operators="all",
-            joined=len(self.a.active & self.last.joined.keys()),
-            calls=len(self.a.active),
+            operators="products" if self.partial else "all",
+            joined=len(seen & {*self.last.joined, *(self.counterparts.by_weight if self.partial else ())}),
+            calls=len(seen),
             upto=upto,
             causes=tuple(causes),
             coarser=tuple(coarser),
-            rewritten=self._rewritten(),
+            layers=layers,
+            rewritten=() if self.partial else self._rewritten(),  # B's other operators are not known
             loss=loss,
             notes=tuple(notes),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from opintercept._values import rounding
-from opintercept.runs.why.weights import gaps_of, grid_of
+from opintercept.runs.why.joining.rows import gaps_of, grid_of
 
 _HALF = 0.55  # of the distance of two levels that a rounded number may be off
 _SLACK = 1e-6  # of the largest number, which scales of their own may move
@@ -35,8 +35,9 @@ def quantised(a: torch.Tensor, b: torch.Tensor) -> tuple[str, torch.Tensor]:
                 return str(dtype).removeprefix("torch."), wrong
     for levels, name in ((grid_of, "a grid of int8 or int4"), (gaps_of, "few levels")):
         apart = levels(b)
-        wrong = ((apart <= 0) | (off > _HALF * apart + size)).any(1)
-        if float(wrong.double().mean()) <= 0.25:
+        plain = (apart <= 0).any(1)  # as where a row is 0 in both
+        wrong = (plain & off.any(1)) | (off > _HALF * apart + size).any(1)
+        if float((plain | wrong).double().mean()) <= 0.25:
             return name, wrong
     if len(b.unique()) <= _VALUES < b.numel():
         wrong = (off > 2.0**-4 * b.abs() + b.abs().max() / 2**14).any(1)
@@ -45,16 +46,14 @@ def quantised(a: torch.Tensor, b: torch.Tensor) -> tuple[str, torch.Tensor]:
     return "", nothing
 
 
-def within_eight_bits(x: torch.Tensor, rows: torch.Tensor, exact: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Which elements of a product are as near as operands of eight bits bring it, `bool[m, n]`.
+def eight_bits(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """How far operands of eight bits bring the columns of a product, `float64[n]`.
 
     Args:
         x: The left operand, `float64[m, k]`.
         rows: The rows of the weight, `float64[n, k]`.
-        exact: Their product, `float64[m, n]`.
-        other: What the other run has.
     """
     step_x = (x.max() - x.min()).abs().clamp_min(x.abs().max()) / _STEPS
     step_w = rows.abs().max() / _STEPS
-    variance = (step_x.square() * rows.square().sum(1)[None] + step_w.square() * x.square().sum(1)[:, None]) / 12
-    return (other - exact).abs() <= rounding.SIGMA * variance.sqrt() + step_x * step_w
+    variance = (step_x.square() * rows.square().sum(1) + step_w.square() * x.square().sum(1).max()) / 12
+    return rounding.SIGMA * variance.sqrt() + step_x * step_w

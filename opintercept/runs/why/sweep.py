@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from opintercept.runs.program.evaluate import Made, Perturber, computed, read, recorded
+from opintercept.runs.program.evaluate import Made, Perturber, attempted, read, recorded
 from opintercept.runs.program.program import ProgramMemory, Region, Step, last_uses
 from opintercept.runs.why.flow import LEAF, Flow, is_real
-from opintercept.runs.why.joints import Exact, Joint, Joints, is_trivial
+from opintercept.runs.why.joints import Joint, Joints, Laid, is_trivial
 from opintercept.runs.why.noise import LIMIT, Spread
 
 _TRIALS = 3
@@ -29,14 +29,18 @@ class Sweep:
     Attributes:
         joined: B's tensor for the first output of each call that B has, by the call's place.
         edges: That for inputs, by the places of the call and of the input: of leaves, and of parts of outputs.
-        given: What the other calls read, by their places.
+        given: What the other calls read, by their places; None for what is that of an edge, or as it was recorded.
         made: What they make, with its noise.
+        turned: The places of calls that choose otherwise than A has, since B's values are others, and how often.
+        blind: The places of calls that cannot be computed from what B has, so that what was recorded stands for it.
     """
 
-    joined: dict[int, Joint | Exact] = field(default_factory=dict)
-    edges: dict[tuple[int, int], Joint | Exact] = field(default_factory=dict)
-    given: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    joined: dict[int, Joint | Laid] = field(default_factory=dict)
+    edges: dict[tuple[int, int], Joint | Laid] = field(default_factory=dict)
+    given: dict[int, list[torch.Tensor | None]] = field(default_factory=dict)
     made: dict[int, Spread] = field(default_factory=dict)
+    turned: dict[int, int] = field(default_factory=dict)
+    blind: set[int] = field(default_factory=set)
 
 
 class Sweeper:
@@ -68,9 +72,11 @@ class Sweeper:
         found = Sweep()
         self._memories = [ProgramMemory(self._program.sizes) for _ in range(_TRIALS + 1)]
         self._other: set[int] = set()  # memory that is not as it was recorded
-        for region, values in self._weights.values():
-            self._put(region, values)
+        left = {**self._weights}
         for step in self.flow.steps:
+            for place in step.reads - step.written:  # what initialises them writes to them only
+                if (own := left.pop(step.inputs[place][1].memory, None)) is not None:
+                    self._put(*own)
             self._step(step, found, forced)
             for memory in self._memories:
                 memory.forget(self._last.get(step.number, ()))
@@ -84,7 +90,7 @@ class Sweeper:
         if step.number in forced:
             found.joined[step.number] = forced[step.number]
             copies = self._computed(step, found, pure)
-            self._write(step, copies)
+            self._write(step, copies, found)
             region = step.outputs[0]
             assert region is not None
             self._put(region, forced[step.number].values)
@@ -94,7 +100,7 @@ class Sweeper:
                 self._as_recorded(region)
             return
         copies = self._computed(step, found, pure)
-        self._write(step, copies)
+        self._write(step, copies, found)
         for place, region in enumerate(step.outputs):
             if region is not None and copies[0][place] is not None and is_real(self._program, region):
                 joint = self._join_output(step, place, region, copies, found)
@@ -111,7 +117,7 @@ class Sweeper:
         if region.memory not in self._other and (exact := self.joints.exact(self._program, region)) is not None:
             found.edges[step.number, place] = exact
             return
-        joint: Joint | None
+        joint: Joint | Laid | None
         if writers == {LEAF}:
             joint = self._leaf(region)
         elif all(writer in found.joined for writer in writers) or self._is_whole(writers, region):
@@ -123,7 +129,7 @@ class Sweeper:
             found.edges[step.number, place] = joint
             self._put(region, joint.values)
 
-    def _leaf(self, region: Region) -> Joint | None:
+    def _leaf(self, region: Region) -> Joint | Laid | None:
         if region.memory in self._other:
             return None  # an earlier call that reads it has joined it
         return self.joints.find(Spread(self._program.value(region).double(), (), self.perturber.unit), by_rows=False)
@@ -158,26 +164,37 @@ class Sweeper:
             ]
             inputs.append(own)
         if sum(each.numel() for each in first) <= _KEPT:
-            found.given[number] = first
-        if number in self.taken:
+            writers = self.flow.writers[number]
+            found.given[number] = [
+                None
+                if writers[place] == {LEAF} and ((number, place) in found.edges or region.memory not in self._other)
+                else value
+                for place, (value, (_, region)) in enumerate(zip(first, step.inputs, strict=True))
+            ]
+        made = None if number in self.taken else attempted(step, first)
+        if made is None:
+            found.blind |= set() if pure or step.is_random else {number}
             return [recorded(program, step)] * len(self._memories)
-        copies = [computed(program, step, first)]
+        copies = [made]
         for turn in range(1, len(self._memories)):
             copies.append(self.perturber.compute(program, step, inputs[turn if not pure else 0], active))
         return copies
 
-    def _write(self, step: Step, copies: list[Made]) -> None:
+    def _write(self, step: Step, copies: list[Made], found: Sweep) -> None:
         for place, region in enumerate(step.outputs):
-            if region is None:
+            if region is None or region.memory in self._weights:  # as they are initialised
                 continue
             values = [made[place] if place < len(made) else None for made in copies]
             if values[0] is None or values[0].is_complex():
                 continue
             base = values[0]
             if not is_real(self._program, region):  # a choice: all replays make that of the first
-                if region.name is None or torch.equal(values[0].reshape(region.shape), self._program.value(region)):
+                turned = base.reshape(region.shape) != self._program.value(region) if region.name is not None else None
+                if turned is None or not bool(turned.any()):
                     continue
-                values = [values[0]] * len(values)
+                if any(is_real(self._program, step.inputs[at][1]) for at in step.reads):
+                    found.turned[step.number] = int(turned.sum())
+                values = [base] * len(values)
             self._other.add(region.memory)
             if all(value is values[0] for value in values):
                 self._put(region, base.double())
@@ -186,7 +203,9 @@ class Sweeper:
                 if value is not None:
                     memory.write(region, value.reshape(region.shape))
 
-    def _join_output(self, step: Step, place: int, region: Region, copies: list[Made], found: Sweep) -> Joint | None:
+    def _join_output(
+        self, step: Step, place: int, region: Region, copies: list[Made], found: Sweep
+    ) -> Joint | Laid | None:
         values = [made[place] for made in copies if place < len(made)]
         base, *others = [each.reshape(region.shape).double() for each in values if each is not None]
         spread = Spread(base, others, self.perturber.unit)
@@ -197,12 +216,12 @@ class Sweeper:
                 found.joined[step.number] = joint
         return joint
 
-    def _recorded_alike(self, spread: Spread, region: Region) -> Joint | None:
+    def _recorded_alike(self, spread: Spread, region: Region) -> Laid | None:
         """B's tensor with the bits that A has recorded, if they are near what is computed: noise may be misjudged."""
         exact = self.joints.exact(self._program, region)
         if exact is None or not spread.ratio(exact.values, exact.tensor.unit) <= _ALIKE * LIMIT:
             return None
-        return Joint(exact.tensor, exact.values)
+        return exact
 
     def _put(self, region: Region, values: torch.Tensor) -> None:
         self._other.add(region.memory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
 from opintercept._core.errors import OpInterceptError, needs
@@ -21,8 +22,7 @@ def why(a: Run, b: Run) -> Answer:
     Args:
         a: The run to measure against, recorded with `opintercept run --why`, or with `RunRecorder(folder, "full")`
             under `ops="all"`. A forward pass is enough; without differences there, a step of training is compared, too.
-        b: The other run, recorded likewise. Its matmuls alone will do, and if A has no more either, these are joined by
-            the rows of their weights.
+        b: The other run, recorded likewise. Its matmuls alone will do; if A has no more, only these are compared.
 
     Raises:
         OpInterceptError: The runs lack values, or B has nothing of what A computes.
@@ -42,16 +42,15 @@ def why(a: Run, b: Run) -> Answer:
     """
     try:
         from opintercept.runs.why.judge import judged
-        from opintercept.runs.why.products.products import judged_products
+        from opintercept.runs.why.products.products import has_codes, judged_products
     except ImportError as missing:
         raise needs("comparing programs", "torch, numpy and safetensors", "'opintercept[cli]'") from missing
-    of_a, of_b = (_has_operators(run) for run in (a, b))
-    if of_b and not of_a:
-        raise OpInterceptError(
-            f"the first run must have all operators if one of two has, got only matmuls in {str(a.path)!r}; exchange "
-            "the runs, or record the first one with `opintercept run --why`"
-        )
-    answer = judged(a, b) if of_a else judged_products(a, b)
+    whole = {name: _has_operators(run) for name, run in (("A", a), ("B", b))}
+    replayed = whole["A"] and (whole["B"] or not has_codes(b))  # whose scales are not known
+    answer = judged(a, b) if replayed else judged_products(a, b)
+    if answer.verdict == "not compared" and not all(whole.values()):
+        with suppress(OpInterceptError):  # which joins parts of weights, too
+            answer, replayed = judged_products(a, b), False
     if not answer.joined:
         raise OpInterceptError(
             f"{str(b.path)!r} must have results of {str(a.path)!r}, got none; record the same weights on the same "
@@ -60,8 +59,13 @@ def why(a: Run, b: Run) -> Answer:
     alone = [
         f"only rank {run.ranks[0]} of the {len(run.ranks)} of {name} was compared"
         for name, run in (("A", a), ("B", b))
-        if of_a and len(run.ranks) > 1
+        if replayed and len(run.ranks) > 1
     ]
+    lacking = [name for name in whole if not whole[name]]
+    if lacking:
+        rest = "" if replayed else "".join(f", so others of {name} were not compared" for name in whole if whole[name])
+        of = " and ".join(lacking)
+        alone.append(f"only products were recorded of {of}{rest}; `opintercept run --why` records all operators")
     return replace(answer, notes=(*answer.notes, *alone))
 
 

@@ -12,7 +12,7 @@ from browser import Browser, data_of, said_in, texts_of
 
 from opintercept.runs.report import answered
 from opintercept.runs.store.run import RunHead
-from opintercept.runs.why.answer import Answer, Cause, Loss, Place
+from opintercept.runs.why.answer import Answer, Cause, Layer, Loss, Place
 
 pytestmark = pytest.mark.slow
 
@@ -41,6 +41,13 @@ def test_only_the_costliest_causes_are_shown(monkeypatch: pytest.MonkeyPatch) ->
     data = data_of(answered.page(answer(cause("a", 0.1), cause("b", -0.3), cause("c", 0.2), loss=LOSS)))
     assert [each["what"] for each in data["causes"]] == ["B b", "B c"]
     assert data["notes"] == ["1 cause that cost less are left out"]
+
+
+def test_layers_are_rows_of_their_own() -> None:
+    found = answer(layers=(Layer("layers.0", 0.1, 0.2), Layer("layers.1", -0.3, -0.6)), loss=LOSS)
+    data = data_of(answered.page(found))
+    assert [(each["place"], each["cost"]) for each in data["causes"]] == [("layers.1", -0.3), ("layers.0", 0.1)]
+    assert data["rounding"]
 
 
 def test_numbers_that_json_lacks_are_left_out() -> None:

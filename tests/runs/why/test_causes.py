@@ -209,3 +209,13 @@ def test_causes_drops_a_change_that_moves_what_both_have(tmp_path: Path) -> None
 
     answer = told(tmp_path, mean(False), mean(True))
     assert not any("where A uses 4" in what for cause in answer.causes for what in (cause.what, *cause.others))
+
+
+def test_rows_of_a_weight_in_another_order_are_told_of_the_weight(tmp_path: Path) -> None:
+    order = torch.tensor([0, 1, 4, 3, 2, 5, 6, 7])
+
+    def gated(up: Tensor) -> Tensor:
+        return (F.silu(X @ W) * (X @ up)) @ OUT
+
+    cause = only(told(tmp_path, lambda: gated(V), lambda: gated(V[:, order])))
+    assert (cause.kind, cause.what) == ("weight", "has the rows of its weight in another order")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from opintercept import OpInterceptError, intercept, runs
+from opintercept import OpCall, OpInterceptError, intercept, runs
 from opintercept.runs.why.noise import LIMIT, Spread
 
 Program = Callable[[], Any]
@@ -80,6 +80,98 @@ def test_weights_of_fewer_bits_are_told_once(tmp_path: Path) -> None:
     assert "int8" in found.coarser[0].what
 
 
+def on_a_grid(weight: Tensor) -> Tensor:
+    scale = weight.abs().amax(1, keepdim=True).clamp_min(1e-9) / 127
+    return (weight / scale).round() * scale
+
+
+@pytest.mark.parametrize("operator", ["experts", "as_strided"])
+def test_operators_that_are_not_computed_in_float64_accuse_nobody(operator: str, tmp_path: Path) -> None:
+    one, two, x = layers()
+    experts, ends = torch.randn(2, 16, 16), torch.tensor([2, 6], dtype=torch.int32)
+
+    def between(y: Tensor) -> Tensor:
+        if operator == "experts":
+            return torch._grouped_mm(y, experts, offs=ends)
+        return F.adaptive_avg_pool1d(y.expand(2, 6, 16).mT, 1).flatten(1)  # as_strided_, which lays out its mean anew
+
+    def program(coarse: bool) -> Program:
+        weights = [on_a_grid(each.weight.data) if coarse else each.weight.data for each in (one, two)]
+        return lambda: F.linear(between(F.linear(x, weights[0]).relu()), weights[1])
+
+    found = why(tmp_path, program(False), program(True))
+    assert (found.verdict, found.causes) == ("coarser", ())
+
+
+def test_a_row_that_is_zero_in_both_tables_is_on_each_grid(tmp_path: Path) -> None:
+    table, (one, two, _) = torch.randn(20, 16), layers()
+    table[0] = 0
+
+    def program(coarse: bool) -> Program:
+        weights = [on_a_grid(each) if coarse else each for each in (table, one.weight.data, two.weight.data)]
+        return lambda: F.linear(F.linear(F.embedding(torch.arange(12), weights[0]), weights[1]).relu(), weights[2])
+
+    found = why(tmp_path, program(False), program(True))
+    assert (found.verdict, found.causes) == ("coarser", ())
+
+
+def routed(router: torch.dtype, experts: torch.dtype) -> Program:
+    torch.manual_seed(0)
+    gate, head, x = torch.randn(8, 16) / 8, torch.randn(4, 16), torch.randn(200, 16)
+    weights = torch.randn(8, 16, 16) / 4
+
+    def program() -> None:
+        x_, gate_, head_, weights_ = (each.bfloat16().to(experts) for each in (x, gate, head, weights))
+        scores = F.linear(x_.to(router), gate_.to(router)).softmax(-1)
+        shares, chosen = scores.topk(2)
+        y = torch.zeros_like(x_)
+        for number, weight in enumerate(weights_):
+            token, slot = (chosen == number).nonzero(as_tuple=True)
+            y[token] += shares[token, slot, None].to(experts) * F.linear(x_[token], weight)
+        F.linear(y, head_)
+
+    return program
+
+
+def test_choices_that_a_router_in_another_dtype_turns_are_its_own(tmp_path: Path) -> None:
+    low = torch.bfloat16
+    found = why(tmp_path, routed(torch.float32, low), routed(low, low))
+    (cause,) = found.causes
+    assert cause.kind == "dtype"
+    assert "computes _softmax in bfloat16 where A computes it in float32, which turns" in cause.what
+
+
+def test_choices_that_rounding_turns_accuse_nobody(tmp_path: Path) -> None:
+    low = torch.bfloat16
+    found = why(tmp_path, routed(torch.float32, torch.float32), routed(low, low))
+    assert found.causes == ()
+    assert any("rounding turns" in note for note in found.notes)
+
+
+class WrongProduct:
+    """A kernel that computes the second of all products wrongly."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def post(self, call: OpCall) -> None:
+        self.count += "mm" in call.op
+        if "mm" in call.op and self.count == 2:
+            call.output[2] *= 1.1
+
+
+@pytest.mark.parametrize("wrong", ["a", "b"])
+def test_a_kernel_that_computes_wrongly_is_told_in_either_program(wrong: str, tmp_path: Path) -> None:
+    one, two, x = layers()
+    for name in ("a", "b"):
+        hooks = [WrongProduct()] if name == wrong else []
+        with torch.no_grad(), intercept([*hooks, runs.RunRecorder(tmp_path / name, tensors="full")], ops="all"):
+            _ = two(one(x).relu()).tanh() @ two.weight
+    (cause,) = runs.why(*(runs.open_run(tmp_path / name) for name in ("a", "b"))).causes
+    assert cause.kind == "result"
+    assert cause.what.startswith("makes what the operands of A's" if wrong == "a" else "makes another result than")
+
+
 def test_a_row_of_a_weight_is_named(tmp_path: Path) -> None:
     one, two, x = layers()
     other = nn.Linear(16, 16)
@@ -132,6 +224,51 @@ def test_a_step_of_training_that_leaves_out_its_clipping_is_told(tmp_path: Path)
     found = why(tmp_path, program(True), program(False), trains=True)
     assert found.verdict == "difference"
     assert why(tmp_path / "same", program(True), program(True), trains=True).verdict == "equal"
+
+
+@pytest.mark.parametrize("steps", ["equal", "another rate"])
+def test_a_loss_that_is_divided_and_whose_gradients_are_not_accuses_nobody(steps: str, tmp_path: Path) -> None:
+    def program(in_parts: bool, rate: float = 0.1) -> Program:
+        def run() -> None:
+            one, two, x = layers()
+            optimizer = torch.optim.SGD([*one.parameters(), *two.parameters()], rate, momentum=0.9)
+            for _ in range(2):
+                for part in x.chunk(2):
+                    loss = two(one(part).tanh()).square().mean()
+                    (loss / 2 if in_parts else loss).backward()
+                if not in_parts:
+                    for parameter in (*one.parameters(), *two.parameters()):
+                        assert parameter.grad is not None
+                        parameter.grad.mul_(0.5)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+
+        return run
+
+    found = why(tmp_path, program(True), program(False, 0.1 if steps == "equal" else 0.2), trains=True)
+    assert [cause.what for cause in found.causes] == (
+        [] if steps == "equal" else ["uses alpha=-0.2 where A uses -0.1"]
+    ), found
+
+
+def test_a_mask_of_one_minus_what_is_kept_hides_nothing(tmp_path: Path) -> None:
+    one, two, x = layers()
+    keep = torch.arange(6) < 5
+
+    def program(scale: float, by_number: bool) -> Program:
+        def run() -> Any:
+            y = one(x)
+            scores = y @ y.mT * scale
+            if by_number:
+                scores = scores + (1.0 - keep.float()) * torch.finfo(torch.float32).min
+            else:
+                scores = scores.masked_fill(~keep, -torch.inf)
+            return two(scores.softmax(-1) @ y)
+
+        return run
+
+    assert why(tmp_path, program(0.25, True), program(0.3, False)).verdict == "difference"
+    assert why(tmp_path / "same", program(0.25, True), program(0.25, False)).equal
 
 
 def test_masks_do_not_drown_the_scores_beside_them() -> None:

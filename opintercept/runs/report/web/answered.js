@@ -3,7 +3,7 @@
 (async () => {
   const { element } = plots;
   const { byId, digits, name, notes, least, most, percent, signed } = parts;
-  const { answer, causes, equal, joined, loss, notes: told, programs, runs } = await parts.data();
+  const { answer, causes, equal, joined, loss, notes: told, programs, rounding, runs } = await parts.data();
   const number = (value) => (value === null ? "?" : String(Number(value.toPrecision(8))));
   const difference = loss && loss[3];
 
@@ -33,6 +33,7 @@
   const at = (value) => 100 * (value - least(ends)) / (most(ends) - least(ends) || 1);
   const rest = loss && loss[4] ? [{ what: "no cause of its own", place: "the rest", sure: "", cost: loss[4], facts: [] }] : [];
   byId("causes-text").textContent = !causes.length ? "Nothing was found."
+    : rounding ? "A layer's rounding costs what A's loss changes by when this layer, too, has B's results."
     : difference === null ? "The programs have no loss, so causes are in the order in which A computes."
       : "A cause costs what the loss of A changes by when B's results take the place of A's there, one after the other.";
   byId("causes-table").replaceChildren(element("table", {}, ...[...causes, ...rest].map((row) => rowOf(row, at))));

@@ -22,10 +22,10 @@ from opintercept.runs.why.changes.edits import (
     constant,
 )
 from opintercept.runs.why.changes.wording import biases_of
-from opintercept.runs.why.counterparts import Counterpart, nearest
+from opintercept.runs.why.counterparts import Counterpart, weight_place
 from opintercept.runs.why.flow import LEAF, is_real
-from opintercept.runs.why.joints import Tensor
-from opintercept.runs.why.noise import Spread, ratio
+from opintercept.runs.why.noise import Spread, apart, ratio
+from opintercept.runs.why.quantised import eight_bits
 from opintercept.runs.why.sweep import Sweep
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class Accused:
         steps_b: The calls of B that make the same.
         found: What B makes of it.
         end: The call at whose output that is known.
+        eight_bits: How far each column may be off, if one of both computes it from whole numbers of eight bits.
     """
 
     def __init__(self, sweep: Sweep, part: Sequence[int], found: Counterpart, judge: Both) -> None:
@@ -52,12 +53,10 @@ class Accused:
         self.end = judge.a.steps[found.number]
         self.part = {*part}
         self.spread = sweep.made[found.number]
-        self.last_b = found.step
         self.tensor, self.target = found.joint.tensor, found.joint.values
-        if found.by in ("weight", "parameter") and (tensor := self._with_bias()) is not None:
-            self.tensor, self.target = tensor, nearest(judge.joints.values(tensor), self.spread.base)
         self.rows = self.spread.rows(found.joint.tensor.unit) * _larger(self.target, self.spread.base)
         self.steps_b = self._steps_b()
+        self.eight_bits = self._eight_bits()
         counts = [Counter(step.operator for step in steps) for steps in (self.steps, self.steps_b)]
         self.less, self.more = counts[0] - counts[1], counts[1] - counts[0]
 
@@ -65,36 +64,39 @@ class Accused:
         """B's calls back to what A has, too."""
         judge, known = self.judge, set[int]()
         self.before_b: list[Step] = []
-        if self.last_b is None:
+        if self.found.step is None:
             return []
         for joint in (*self.sweep.joined.values(), *self.sweep.edges.values()):
             known |= joint.makers if joint.whole else set()  # rows that happen to be the same tell too little
-        flow, last = judge.b, self.last_b.number
+        flow, last = judge.b, self.found.step.number
         known -= {last} | ({*range(len(flow.steps))} - flow.active)
-        found = {*flow.before(last, known, ())}
+        found = flow.before([last], known)
         before = {writer for number in found for writers in flow.writers[number] for writer in writers - {LEAF}}
         self.before_b = [flow.steps[number] for number in sorted(before - found)]
         return [flow.steps[number] for number in sorted(found)]
 
-    def _with_bias(self) -> Tensor | None:
-        """What B makes in the end with A's bias, where B adds that in the next call."""
-        flow, joint, other = self.judge.b, self.found.joint, self.found.step
-        mine = biases_of(self.end)
-        if other is None or not mine or biases_of(other) or not joint.whole:
+    def _eight_bits(self) -> torch.Tensor | None:
+        sides = (self.steps, self.judge.a), (self.steps_b, self.judge.b)
+        whole = [any(is_whole(step) for step in steps) for steps, _ in sides]
+        if whole[0] == whole[1] or not self.spread.base.dim():
             return None
-        for user, place in flow.users[other.number]:
-            step = flow.steps[user]
-            made = self.judge.joints.made_by(step)
-            rest = [region for at, (_, region) in enumerate(step.inputs) if at != place]
-            if step.operator != "add" or made is None or len(rest) != 1 or made.region.shape == rest[0].shape:
+        steps, flow = sides[whole[0]]
+        for step in reversed(steps):
+            place = weight_place(step)
+            if place is None or step.stored.record.gemm is None:
                 continue
-            own = self.judge.a.program.value(self.end.inputs[min(mine)][1]).double().flatten()
-            theirs = flow.program.value(rest[0]).double().flatten()
-            alike = torch.equal(own, theirs) or (rest[0].weight and own.shape == theirs.shape)
-            if alike and math.prod(made.region.shape) == joint.values.numel():
-                self.last_b = step
-                return made
+            left = min(step.reads - {place, *biases_of(step)})
+            x, weight = (flow.program.value(step.inputs[at][1]).double() for at in (left, place))
+            rows = weight if step.operator == "linear" else weight.mT
+            if x.shape[-1] == rows.shape[1]:
+                bound = eight_bits(x.reshape(-1, x.shape[-1]), rows)
+                return bound if len(bound) == self.spread.base.shape[-1] else bound.max()  # of a part of the product
         return None
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether calls of it are as they were recorded, and not what B's values make of them."""
+        return bool(self.part & self.sweep.blind)
 
     def not_recomputed(self) -> set[int]:
         """The calls whose recorded results are not what they make of their recorded operands."""
@@ -110,28 +112,23 @@ class Accused:
 
     def given(self, step: Step) -> list[torch.Tensor]:
         """What a call reads, with B's values where they are known."""
-        if step.number in self.sweep.given:
-            return self.sweep.given[step.number]
-        program, found = self.judge.a.program, []  # both runs have it bit for bit, or it is large
-        for place, (_, region) in enumerate(step.inputs):
+        kept = self.sweep.given.get(step.number, [None] * len(step.inputs))
+        program, found = self.judge.a.program, []
+        for place, (value, (_, region)) in enumerate(zip(kept, step.inputs, strict=True)):
+            if value is not None:
+                found.append(value)
+                continue
             joint = self.judge.counterparts.joint_of(self.sweep, step.number, place)
-            fits = joint is not None and joint.tensor.region.shape == region.shape
+            is_edge = (step.number, place) in self.sweep.edges
+            fits = joint is not None and (is_edge or joint.tensor.region.shape == region.shape)
             found.append(joint.values if joint is not None and fits else in_double(program.value(region)))
         return found
 
     def widened(self) -> Accused:
         """The region with the calls right before it, and all that make its constants and positions."""
         flow = self.judge.a
-        part, left = {*self.part}, []
-        for number in self.part:
-            left += [writer for writers in flow.writers[number] for writer in writers - {LEAF} - self.part]
-        while left:
-            number = left.pop()
-            if number in part:
-                continue
-            part.add(number)
-            if number not in flow.active:
-                left += [writer for writers in flow.writers[number] for writer in writers - {LEAF}]
+        nearest = {each for number in self.part for writers in flow.writers[number] for each in writers - {LEAF}}
+        part = self.part | nearest | flow.before(nearest - flow.active - self.part)
         return Accused(self.sweep, sorted(part), self.found, self.judge)
 
     def groups(self) -> Iterator[list[Step]]:
@@ -200,14 +197,10 @@ class Accused:
 
     def breaks(self, edits: Edits) -> bool:
         """Whether what both have outside the region would not be the same with these edits."""
-        flow, left, users = self.judge.a, [*edits], set[int]()
-        known = self.sweep.joined.keys()
-        while left:
-            new = {user for user, _ in flow.users[left.pop()] if user < len(flow.steps)} - users
-            users |= new
-            left += new - known
-        joined = [flow.steps[user] for user in users & known & flow.active - edits.keys() - self.judge.forced.keys()]
-        steps = [flow.steps[number] for number in sorted({*edits, *users})]
+        flow, known = self.judge.a, self.sweep.joined.keys()
+        after = flow.after(edits, known - edits.keys())
+        joined = [flow.steps[user] for user in after & known & flow.active - edits.keys() - self.judge.forced.keys()]
+        steps = [flow.steps[number] for number in sorted(after)]
         made = self.rerun(steps, edits, [step for step in joined if step is not self.end])
         for number, value in made.items():
             base = self.sweep.joined[number].values
@@ -227,7 +220,7 @@ class Accused:
             end = self.judge.counterparts.end(self.sweep, number)
             if end is not None and value.shape == end.joint.values.shape:
                 target, base = end.joint.values, self.sweep.made[number].base
-                sizes = [float((each - target).nan_to_num(0, 0, 0).square().sum()) for each in (base, value)]
+                sizes = [apart(each, target) for each in (base, value)]
                 nearer.append(sizes[1] < sizes[0])
         return any(nearer) or not nearer
 
@@ -236,6 +229,12 @@ def _larger(target: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
     """How much larger the rows of B are than those of A, 1 at least: their rounding is, too."""
     sizes = [each.nan_to_num(0, 0, 0).square().mean(-1 if each.dim() else (), keepdim=True) for each in (target, base)]
     return (sizes[0] / sizes[1].clamp_min(1e-300)).sqrt().clamp(1, 1e6)
+
+
+def is_whole(step: Step) -> bool:
+    """Whether a call is of those that compute in whole numbers."""
+    name = step.stored.record.op
+    return name.startswith("quantized::") or step.operator in ("_int_mm", "round", "quantize_per_tensor")
 
 
 def off_record(program: Any, step: Step, perturber: Perturber, active: bool) -> float:

@@ -28,7 +28,7 @@ class Change(NamedTuple):
         what: What B does, after "B".
         step: The call that it changes.
         edits: What calls compute instead, by their places.
-        coarse: Whether it is a rounding or a quantisation.
+        uniform: Whether B has it throughout, as products in int8.
     """
 
     rank: int
@@ -36,7 +36,7 @@ class Change(NamedTuple):
     what: str
     step: Step
     edits: Edits
-    coarse: bool = False
+    uniform: bool = False
 
 
 def with_arguments(group: Sequence[Step], values: Mapping[str, Any]) -> Edits:

@@ -52,6 +52,6 @@ def _up_to(accused: Accused, found: Accused, number: int) -> Accused | None:
         tried += 1
         values = nearest(judge.joints.values(made), base)
         if accused.ratio({number: constant(values)}) <= LIMIT:
-            part = judge.a.before(number, sweep.joined, sweep.edges)
+            part = sorted(judge.a.before([number], sweep.joined, sweep.edges))
             return Accused(sweep, part, Counterpart(number, Joint(made, values), other, "operands"), judge)
     return None

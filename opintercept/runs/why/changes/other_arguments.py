@@ -28,6 +28,8 @@ from opintercept.runs.why.changes.wording import (
 )
 from opintercept.runs.why.noise import LIMIT
 
+_FEW = 8  # numbers of a result that do not tell whether a number that fits them is B's
+
 
 def arguments(accused: Accused) -> Iterator[Change]:
     """B's number, flag or list for an argument."""
@@ -99,7 +101,7 @@ def numbers(accused: Accused) -> Iterator[Change]:
                 if value is not None:
                     words = f"uses {named(argument.name)}={value:.5g} where A uses {given:.5g}"
                     yield Change(3, "argument", words, step, with_number(group, argument.name, value))
-        if not moves(step) and step.overload is not None and accused.target.numel() > 8:
+        if not moves(step) and step.overload is not None and accused.target.numel() > _FEW:
             value = _fitted(accused, partial(scaled, group), 1.0)
             if value is not None:
                 words = f"multiplies what {name_of(step)} makes by {value:.5g}"
@@ -135,5 +137,7 @@ def _fitted(accused: Accused, make: Callable[[float], Edits], start: float) -> f
             break
     if here is None or abs(c - start) <= 1e-9 * abs(start):
         return None
-    short = [0.0, *(float(f"{c:.{count}g}") for count in range(1, 6)), c]
+    # Some number fits a loss alone, whatever B does otherwise: only one that somebody would write is named then.
+    few = target.numel() <= _FEW
+    short = [0.0, *(float(f"{c:.{count}g}") for count in range(1, 3 if few else 6)), *([] if few else [c])]
     return next((each for each in short if each != start and accused.ratio(make(each)) <= LIMIT), None)

@@ -7,6 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 
 from opintercept.runs.program.evaluate import Edit, moves
@@ -43,16 +44,16 @@ def weights(accused: Accused) -> Iterator[Change]:
         found, place = accused.judge.counterparts.weight_rows(step.number), weight_place(step)
         if found is None or place is None or torch.equal(*found):
             continue
-        words, coarse = weight_words(*found)
+        kind, words = weight_words(*found)
         rank = 2 if accused.judge.a.writers[step.number][place] & accused.part else 0  # an update of it says more
         end, base = accused.end, accused.spread.base
         if end.number != step.number and base.dim() and base.shape[-1] == len(found[0]):  # with its adapters
             x = accused.given(step)[min(step.reads - {place, *biases_of(step)})].double()
             moved = x.reshape(-1, x.shape[-1]) @ (found[1] - found[0]).mT
             edits: Edits = {end.number: constant(base + moved.reshape(base.shape))}
-            yield Change(rank, "dtype" if coarse else "weight", words, step, edits, coarse)
+            yield Change(rank, kind, words, step, edits)
         value = found[1] if step.operator == "linear" else found[1].mT
-        yield Change(rank, "dtype" if coarse else "weight", words, step, with_operand([step], place, value), coarse)
+        yield Change(rank, kind, words, step, with_operand([step], place, value))
 
 
 def tensors(accused: Accused) -> Iterator[Change]:
@@ -84,18 +85,31 @@ def tensors(accused: Accused) -> Iterator[Change]:
                 leaf = judge.a.writers[step.number][place] == {LEAF} and "mask" not in name
                 kind: CauseKind = "operand" if moved or not leaf else "input"
                 kind = "weight" if region.weight or (kind == "input" and what in ("weight", "bias")) else kind
-                words, coarse = f"has another {what}: {apart(own, value)}", False
-                if moved:
+                words = f"has another {what}: {apart(own, value)}"
+                of = step
+                if moved and (maker := _reordered(accused, step, place)) is not None:
+                    of, kind, words = maker, "weight", "has the rows of its weight in another order"
+                elif moved:
                     words = f"reads its {what} in another order"
                 elif region.weight and own.dim() == 2:
-                    words, coarse = weight_words(own.double(), value.double())
+                    kind, words = weight_words(own.double(), value.double())
                 likely = whole or kind != "operand" or what in ("bias", "mask")
                 rank = 2 if is_made or not likely else 0 if whole else 1
-                yield Change(rank, kind, words, step, with_operand([step], place, value), coarse)
+                yield Change(rank, kind, words, of, with_operand([step], place, value))
             if own.is_floating_point() and (what in ("bias", "mask") or own.dim() <= 1):
                 for number in (0.0, 1.0):
                     edits = with_operand([step], place, torch.full_like(own, number))
                     yield Change(2, "operator", f"has no {what} here", step, edits)
+
+
+def _reordered(accused: Accused, step: Step, place: int) -> Step | None:
+    """The product that makes an operand, if B has the rows of its weight in another order."""
+    judge = accused.judge
+    for maker in judge.a.writers[step.number][place]:
+        for piece in judge.counterparts.by_weight.get(maker, ()):
+            if bool((np.diff(piece.rows_b[np.argsort(piece.rows_a)]) < 0).any()):
+                return judge.a.steps[maker]
+    return None
 
 
 def _operands_b(accused: Accused, size: int) -> Iterator[tuple[Step, str, Region, bool]]:

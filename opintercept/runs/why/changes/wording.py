@@ -12,10 +12,11 @@ import torch
 
 from opintercept._core.text import listed
 from opintercept.runs.program.program import Leaf, Region, Step
-from opintercept.runs.why.answer import Place
+from opintercept.runs.why.answer import CauseKind, Place
 from opintercept.runs.why.noise import MASKED
 from opintercept.runs.why.quantised import quantised
 
+UNSEEN_BIAS = "not compared: the bias of the last product, which only one run adds within it"
 LONGEST = 6  # operators that may be left out together, and that a phrase names
 _WORDS = {
     "self": "input",
@@ -105,8 +106,8 @@ def operand_words(step: Step, name: str, region: Region) -> str:
     """What a reader calls an operand."""
     if name == "self" and step.operator in ("addmm", "baddbmm"):
         return "bias"
-    if region.weight and name.startswith("weight") and len(region.shape) == 1:
-        return "bias"
+    if region.weight and name.startswith("weight") and name != "weight" and len(region.shape) == 1:
+        return "bias"  # of a recurrent layer, whose parameters are called weight1 to weight4
     if region.weight and name in ("other", "self", "input"):
         return "weight"
     if name == "mat2" and not region.weight:
@@ -125,25 +126,25 @@ def apart(a: torch.Tensor, b: torch.Tensor) -> str:
     if a.dim() == 2 and a.shape[0] > 1:
         rows = differs.any(1).nonzero()[:, 0].tolist()
         if len(rows) <= max(1, len(a) // 4):
-            return f"{rows_of(rows, len(a))} differ{by}"
+            return f"{rows_differ(rows, len(a))}{by}"
     return f"{count:,} of {of:,} numbers differ{by}"
 
 
-def rows_of(numbers: Sequence[int], of: int) -> str:
-    """Write `"rows 3, 17 of 64"`."""
-    return f"{'row' if len(numbers) == 1 else 'rows'} {listed(numbers, 4)} of {of}"
+def rows_differ(numbers: Sequence[int], of: int, noun: str = "row") -> str:
+    """Write `"rows 3, 17 of 64 differ"`."""
+    one = len(numbers) == 1
+    return f"{noun}{'' if one else 's'} {listed(numbers, 4)} of {of} {'differs' if one else 'differ'}"
 
 
-def weight_words(rows: torch.Tensor, theirs: torch.Tensor) -> tuple[str, bool]:
-    """How B's rows of a weight differ, and whether only as rounded or quantised ones do."""
+def weight_words(rows: torch.Tensor, theirs: torch.Tensor) -> tuple[CauseKind, str]:
+    """What kind of cause B's rows of a weight are, and how they differ."""
     bits, wrong = quantised(rows, theirs)
-    if bits and not bool(wrong.any()):
-        return f"has its weight in {bits}", True
-    if bits:
-        which = wrong.nonzero()[:, 0].tolist()
-        differ = "differs" if len(which) == 1 else "differ"
-        return f"has another weight: {rows_of(which, len(rows))} {differ} by more than {bits} explains", False
-    return f"has another weight: {apart(rows, theirs)}", False
+    if not bits:
+        return "weight", f"has another weight: {apart(rows, theirs)}"
+    which = wrong.nonzero()[:, 0].tolist()
+    if not which:
+        return "dtype", f"has its weight in {bits}"
+    return "weight", f"has another weight: {rows_differ(which, len(rows))} by more than {bits} explains"
 
 
 def biases_of(step: Step) -> set[int]:

@@ -17,8 +17,8 @@ from opintercept._values import rounding
 from opintercept._values.attention import attention_from
 from opintercept.runs.store.codec import StoredCall, is_output
 from opintercept.runs.store.run import Run
-from opintercept.runs.why.tokens import distances, row_error, row_errors, same_tokens, usual_error
-from opintercept.runs.why.weights import factors_of, shape_of, tensor_of, weight_of
+from opintercept.runs.why.joining.rows import factors_of, shape_of, tensor_of, weight_of
+from opintercept.runs.why.joining.tokens import distances, row_error, row_errors, same_tokens, usual_error
 
 _MOST = 1 << 25  # elements of the weights that are in memory at once
 _SEEN = 1e-30  # the least weight of a key that is not masked

@@ -19,12 +19,12 @@ from opintercept._values import rounding
 from opintercept.runs.program.names import operator_name
 from opintercept.runs.store.codec import StoredCall, is_output
 from opintercept.runs.store.columns import Array
-from opintercept.runs.why.common_calls import JoinedCalls, shared_dim
-from opintercept.runs.why.common_weights import Joining, SideName
+from opintercept.runs.why.joining.calls import JoinedCalls
+from opintercept.runs.why.joining.rows import Factors, tensor_of
+from opintercept.runs.why.joining.tokens import MANY, row_error, row_errors, usual_error
+from opintercept.runs.why.joining.weights import Joining, SideName
 from opintercept.runs.why.products.attention import HeadErrors, Heads, Rows, differing, worst
 from opintercept.runs.why.products.rows import RowErrors, dtype_of, eps_of, is_coded
-from opintercept.runs.why.tokens import MANY, row_error, row_errors, usual_error
-from opintercept.runs.why.weights import Factors, tensor_of
 
 _KEPT = 4  # calls whose tensors stay in memory, since several calls of the other run may belong to one
 _ALONE = 3.0  # how far above most columns one is whose error is its own
@@ -50,7 +50,7 @@ class Figures:
         bias: The elements of the bias that do.
         columns: Squares, for each row of the weight: what is left of the differences of operands in the output, the
             most that one of them makes, and the output itself.
-        formats: How each run holds the weight, if they differ in that: its dtype, or "quantised".
+        coarser: That one run has the weight in fewer bits, or computes in another dtype, after "B".
         roundings: How far each run's output is from that of its own operands, in units of rounding.
         heads: What differs in an attention.
     """
@@ -64,7 +64,7 @@ class Figures:
     rows: dict[int, float] = field(default_factory=dict)
     bias: dict[int, float] = field(default_factory=dict)
     columns: torch.Tensor | None = None
-    formats: tuple[str, str] | None = None
+    coarser: str = ""
     roundings: tuple[float, float] = (0.0, 0.0)
     heads: HeadErrors | None = None
     reason: str | None = None
@@ -176,29 +176,22 @@ class Comparing:
         return None
 
     def _in_order(self, found: Figures, number: int, others: list[int]) -> None:
-        """Compare what there is in the order of elements; the outputs of several processes make up one."""
-        whole, parts = self._a.calls[number], [self._b.calls[b] for b in others]
-        runs = self._a.run, self._b.run
-        if (of := self._links.shards.get(others[0])) is not None:
-            if of[-1] != number:
-                return
-            whole, parts, runs = parts[0], [self._a.calls[each] for each in of], runs[::-1]
-        outputs = [tensor_of(runs[1], part, "output").double() for part in parts]
-        dim = shared_dim(whole, parts) if len(parts) > 1 else None
-        x = tensor_of(runs[0], whole, "output").double()
-        same = [y.reshape(1, -1) for y in (outputs if dim is None else _made_of(outputs, dim))]
-        same = [y for y in same if y.numel() == x.numel()]
-        if not same:
-            raise OpInterceptError(f"the outputs have {x.numel()} and {outputs[0].numel()} values")
-        found.put_output(x.reshape(1, -1), min(same, key=lambda y: row_error(x.reshape(1, -1), y)))
-        for role in whole.tensors if len(parts) == 1 else ():
-            x, y = (tensor_of(run, call, role).double() for run, call in zip(runs, (whole, parts[0]), strict=True))
-            if is_output(role) or x.shape != y.shape:
+        """Compare what there is in the order of elements."""
+        calls, runs = (self._a.calls[number], self._b.calls[others[0]]), (self._a.run, self._b.run)
+        x, y = (tensor_of(run, call, "output").double() for run, call in zip(runs, calls, strict=True))
+        if x.numel() != y.numel():
+            raise OpInterceptError(f"the outputs have {x.numel()} and {y.numel()} values")
+        found.put_output(x.reshape(1, -1), y.reshape(1, -1))
+        for role in calls[0].tensors:
+            if is_output(role):
+                continue
+            x, y = (tensor_of(run, call, role).double() for run, call in zip(runs, calls, strict=True))
+            if x.shape != y.shape:
                 continue
             x, y = (each.reshape(-1, each.shape[-1] if each.dim() else 1) for each in (x, y))
-            if whole.record.gemm is None and (role in ("rhs", "bias") or "weight" in role):  # as of a recurrent layer
+            if calls[0].record.gemm is None and (role in ("rhs", "bias") or "weight" in role):  # of a recurrent layer
                 errors = row_errors(x, y)
-                changed = torch.where(errors > 2 * eps_of(dtype_of(whole, "lhs")))[0].tolist()
+                changed = torch.where(errors > 2 * eps_of(dtype_of(calls[0], "lhs")))[0].tolist()
                 found.rows |= {row: float(errors[row]) for row in changed}
             elif (error := row_error(x, y)) > found.input[0]:
                 found.input, found.effect, found.where = (error, error), found.output or 0.0, _where(x, y)
@@ -257,6 +250,10 @@ class Comparing:
                 continue
             expected[places] += theirs
             filled[places] += match.part_a[1] - match.part_a[0]
+        kinds = [dtype_of(call, "lhs") for call in (self._a.calls[number], self._b.calls[links[0][0]])]
+        if found.coarser and kinds[0] != kinds[1]:
+            mine_in, theirs_in = (str(kind).removeprefix("torch.") for kind in kinds)
+            found.coarser = f"computes in {theirs_in} where A uses {mine_in}"
         if not inputs:  # a part of B's sum
             return
         whole = filled == a.w.size(2)
@@ -271,9 +268,7 @@ class Comparing:
     def _put_weight(self, found: Figures, weight: RowErrors, rows: Array) -> None:
         found.weight = max(found.weight, float(weight.error.max()))
         found.rows |= {int(rows[i]): float(weight.error[i]) for i in torch.where(weight.changed)[0].tolist()}
-        names = zip(weight.dtypes, weight.quantised, strict=True)
-        one, other = ("quantised" if levels else str(dtype).removeprefix("torch.") for dtype, levels in names)
-        found.formats = found.formats if one == other else (one, other)
+        found.coarser = weight.coarser or found.coarser
 
     def _row_errors(self, match: int, a: int, b: int) -> RowErrors:
         """How the rows of a match differ in two calls: training may have changed the weights since the first ones."""
@@ -344,14 +339,6 @@ def _roundings(f: Factors, call: StoredCall) -> float:
         spread = step_w.square() * x.square().sum(2)[:, :, None] + step_x.square() * w.square().sum(2)[:, None]
         bound = bound + rounding.SIGMA * (spread / 12).sqrt() + step_x * w.abs().amax()
     return worst(f.out.double(), exact, bound)
-
-
-def _made_of(parts: list[torch.Tensor], dim: int) -> list[torch.Tensor]:
-    """The tensors that shards may form: a first dimension of batches and heads may be cut by heads."""
-    found, size = [torch.cat(parts, dim)], len(parts[0])
-    for batch in (each for each in range(2, size + 1) if not dim and not size % each):
-        found.append(torch.cat([part.reshape(batch, -1, *part.shape[1:]) for part in parts], 1))
-    return found
 
 
 def _elements(factors: Factors, part: tuple[int, int], order: Array | None) -> torch.Tensor:

@@ -18,17 +18,20 @@ from opintercept.runs.program.words import WIDTH
 from opintercept.runs.store.codec import StoredCall
 from opintercept.runs.store.run import Run
 from opintercept.runs.why.answer import Answer, Cause, CauseKind, Place, Verdict
-from opintercept.runs.why.common_calls import JoinedCalls, linked
-from opintercept.runs.why.common_weights import Joining, Side
+from opintercept.runs.why.changes.wording import UNSEEN_BIAS, rows_differ
+from opintercept.runs.why.joining.calls import JoinedCalls, linked
+from opintercept.runs.why.joining.weights import Joining, Side
 from opintercept.runs.why.products.figures import Comparing, Figures
-from opintercept.runs.why.products.rows import dtype_of, eps_of
+from opintercept.runs.why.products.rows import dtype_of, eps_of, is_coded
 
 _ROUNDINGS = 5.0  # how many roundings of their dtype the operators between two products may take
+_AMPLIFIED = 16 * 2.0**-23  # and how far these of float32 go, as those of the sine of a large angle do
 _GROWTH = 2.0  # and how many times they may enlarge the usual error: by 1.5 in most clean pairs
 _WORST_GROWTH = 3.0  # and that of the worst row: by 2.7 there
 _CLEAR = 10.0  # how far beyond rounding a difference is of which one sees that it is gone
 _GONE = 2  # inputs that agree where a difference is gone
 _THROUGHOUT = 0.2  # of the products, and not only one, have what is no cause of its own
+_ROUNDED = tuple(f"rounds results {how} than A, which its dtype does not say" for how in ("less", "more"))
 _SHOWN = 4  # rows, places and reasons that are named
 
 
@@ -60,12 +63,19 @@ def judged_products(a: Run, b: Run) -> Answer:
         operators="products",
         joined=sum(each.reason is None for each in judge.figures.values()),
         calls=len(one.calls),
-        upto=f"the last product, {_place(one.calls[judge.last])}" if judge.last >= 0 else "",
+        upto=f"{judge.compared}, {_place(one.calls[judge.last])}" if judge.last >= 0 else "",
         causes=tuple(judge.causes),
         coarser=tuple(judge.coarser),
         rewritten=tuple(judge.rewritten),
         notes=(*judge.notes(),),
     )
+
+
+def has_codes(run: Run) -> bool:
+    """Whether most weights of a run are whole numbers, which the program scales where that is not recorded."""
+    side = Side.of(run)
+    coded = [is_coded(side.rows(number)) for number, weight in enumerate(side.weights) if weight.sure]
+    return 2 * sum(coded) > len(coded)
 
 
 @dataclass(slots=True)
@@ -102,17 +112,18 @@ class _Sweeping:
         self.figures = {number: comparing.product(number) for number in weighted}
         self._find_throughout()
         eps = {n: max(eps_of(dtype_of(c, "lhs")) for c in (a.calls[n], b.calls[of_a[n][0][0]])) for n in of_a}
-        usual = Counter(eps.values()).most_common(1)[0][0]
+        between = {n: _ROUNDINGS * each + min(_AMPLIFIED, 16 * each) for n, each in eps.items()}
+        usual = Counter(between.values()).most_common(1)[0][0]
         noise, mean, coarse = 0.0, 0.0, 0.0
         seen: set[int] = set()
         for number in sorted(of_a):
             if a.weight[number] in seen:  # a forward pass begins, where nothing of the last one is left
                 self._settle()
-                self._compare_gradients(comparing, _WORST_GROWTH * noise + coarse + _ROUNDINGS * usual)
+                self._compare_gradients(comparing, _WORST_GROWTH * noise + coarse + usual)
                 seen.clear()
             seen |= {a.weight[number]} - {-1}
             few = number in self._few
-            allowed = coarse + _ROUNDINGS * (usual if few else max(eps[number], usual))  # others may round its operands
+            allowed = coarse + (usual if few else max(between[number], usual))  # others may round its operands
             found = self.figures.get(number) or comparing.neighbours(number, _WORST_GROWTH * noise + allowed)
             self.figures[number] = found
             if found.output is None:
@@ -127,7 +138,7 @@ class _Sweeping:
                 noise, coarse = max(noise, found.output, found.input[0]), max(coarse, found.weight)
                 mean = max(mean, *found.usual)
         self._settle()
-        self._compare_gradients(comparing, _WORST_GROWTH * noise + coarse + _ROUNDINGS * usual)
+        self._compare_gradients(comparing, _WORST_GROWTH * noise + coarse + usual)
 
     def _compare_gradients(self, comparing: Comparing, limit: float) -> None:
         """Compare what comes back to the last product from the loss, where a program trains."""
@@ -138,33 +149,23 @@ class _Sweeping:
             self.causes.append(self._cause(self.last, "operand", what))
 
     def _find_throughout(self) -> None:
-        """Sort out what many products have: weights in another format, or results that are rounded more."""
-        of: dict[tuple[str, str], list[int]] = {}
+        """Sort out what many products have: weights in fewer bits, or results that are rounded more."""
+        of: dict[tuple[CauseKind, str], list[int]] = {}
         for number, found in self.figures.items():
-            labels = [found.formats] if found.formats is not None else []
-            labels += [("result", name) for name, far in zip("AB", found.roundings, strict=True) if far > 1]
+            labels: list[tuple[CauseKind, str]] = [("dtype", found.coarser)] if found.coarser else []
+            labels += [("result", what) for what, far in zip(_ROUNDED, found.roundings, strict=True) if far > 1]
             for label in labels:
                 of.setdefault(label, []).append(number)
-        for (one, other), numbers in of.items():
+        for (kind, what), numbers in of.items():
             throughout = len(numbers) > 1 and len(numbers) >= _THROUGHOUT * len(self.figures)
-            if one == "result" and throughout:
+            if kind == "result" and throughout:
                 for number in numbers:
                     self.figures[number].roundings = 0.0, 0.0
-            elif one != "result" and not throughout:
+            elif kind != "result" and not throughout:
                 self._few.update(numbers)
             if throughout:
-                kind, what = self._format(numbers[0], one, other)
-                where = f"in {len(numbers)} of {len(self.figures)} products"
-                self.coarser.append(self._cause(numbers[0], kind, f"{what}, {where}"))
-
-    def _format(self, number: int, one: str, other: str) -> tuple[CauseKind, str]:
-        if one == "result":
-            return "result", f"rounds results {'less' if other == 'A' else 'more'} than A, which its dtype does not say"
-        calls = self.joining.a.calls[number], self.joining.b.calls[self.links.of_a[number][0][0]]
-        own, theirs = (str(dtype_of(call, "lhs")).removeprefix("torch.") for call in calls)
-        if own != theirs:
-            return "dtype", f"computes in {theirs} where A uses {own}"
-        return "weight", f"has {other} weights where A has {one} ones"
+                where = f": {len(numbers)} of {len(self.figures)} products"
+                self.coarser.append(self._cause(numbers[0], kind, what + where))
 
     def _judge(self, number: int, found: Figures, moved: bool, allowed: float, limit: float) -> None:
         """Open a suspect for what differs here by itself, and settle older ones that are gone."""
@@ -204,17 +205,22 @@ class _Sweeping:
             if not inherited:
                 yield self._cause(number, "weight", "has updated its weight otherwise")
         elif found.rows and parameter:
-            yield self._cause(number, "weight", f"has another weight in {_rows(found.rows, 'row')}")
+            yield self._cause(number, "weight", f"has another weight: {self._apart_in(found.rows, weight)}")
         elif found.rows and not inherited and min(found.weight, found.output or 0.0) > allowed:
-            yield self._cause(number, "operand", f"multiplies by another operand, in {_rows(found.rows, 'row')}")
+            yield self._cause(number, "operand", f"multiplies by another operand: {self._apart_in(found.rows, weight)}")
         elif not found.bias and weight >= 0:
             self._equal.add(weight)
         if found.bias and weight not in self._equal:
-            yield self._cause(number, "weight", f"adds another bias in {_rows(found.bias, 'element')}")
-        if found.formats is not None and number in self._few and off:
-            yield self._cause(number, *self._format(number, *found.formats))
+            yield self._cause(number, "weight", f"has another bias: {self._apart_in(found.bias, weight, 'element')}")
+        if number in self._few and off:
+            yield self._cause(number, "dtype", found.coarser)
         for what in found.heads.arguments if found.heads is not None else ():
             yield self._cause(number, "argument", what)
+
+    def _apart_in(self, errors: dict[int, float], weight: int, noun: str = "row") -> str:
+        """Which rows of a weight differ, or elements of its bias, `"rows 3, 17 of 64 differ, by up to 0.02"`."""
+        of = len(self.joining.a.weights[weight].left) if weight >= 0 else max(errors) + 1
+        return f"{rows_differ(sorted(errors), of, noun)}, by up to {max(errors.values()):.2g}"
 
     def _input(self, number: int, found: Figures, operands: tuple[str, ...]) -> Cause:
         """The cause of a call whose input is another one, with the products before it: all that have the same input."""
@@ -268,23 +274,37 @@ class _Sweeping:
         other = self.joining.b.calls[self.links.of_a[number][0][0]]
         return Cause(kind, what, _place(self.joining.a.calls[number]), other=_place(other))
 
+    @property
+    def compared(self) -> str:
+        """What was compared last."""
+        return "the gradient of the last product" if self.whole else "the last product"
+
     def verdict(self) -> Verdict:
-        """The answer in a word; what the programs compute after the last product may differ, unless gradients agree."""
+        """The answer in a word, which is none unless the last products of both runs were compared."""
         if self.causes or self.coarser:
             return "difference" if self.causes else "coarser"
-        if not self.whole:
+        if not self.whole and not self._reaches_the_end():
             return "not compared"
         return "rounding" if any(each.output for each in self.figures.values()) else "equal"
 
+    def _reaches_the_end(self) -> bool:
+        """Whether no product of either run follows those that were compared, nor a bias within the last one."""
+        links, a, b = self.links, self.joining.a, self.joining.b
+        return (
+            {*range(self.last + 1, len(a.calls))} <= links.terms.keys()
+            and max(links.of_b) == len(b.calls) - 1
+            and not self._lacks_bias()
+        )
+
+    def _lacks_bias(self) -> bool:
+        """Whether only one run adds a bias within the last product."""
+        last = [self.joining.b.calls[number] for number, _ in self.links.of_a.get(self.last, ())]
+        return len({call.record.bias is None for call in (*last, self.joining.a.calls[self.last])}) > 1
+
     def notes(self) -> Iterator[str]:
         """What was not compared, and why."""
-        if any(each.kind == "operand" for each in self.causes):
-            yield "only products were recorded: `--ops all` for both runs shows what makes an input another one"
-        elif not self.whole:
-            yield "only products were recorded: what the programs compute after the last one is not compared"
-        last = [self.joining.b.calls[number] for number, _ in self.links.of_a.get(self.last, ())]
-        if last and len({call.record.bias is None for call in (*last, self.joining.a.calls[self.last])}) > 1:
-            yield "not compared: the bias of the last product, which only one run adds within it"
+        if self.last >= 0 and self._lacks_bias():
+            yield UNSEEN_BIAS
         apart = [*self._apart()]
         first = dict(reversed(apart))
         for (run, reason), count in Counter(key for key, _ in apart).most_common(_SHOWN):
@@ -303,8 +323,3 @@ class _Sweeping:
 
 def _place(call: StoredCall) -> Place:
     return Place(call.record.index, call.record.op, call.record.module, call.record.source)
-
-
-def _rows(errors: dict[int, float], noun: str) -> str:
-    """`"rows 3, 17 (by up to 0.02)"`."""
-    return f"{noun}{'s' * (len(errors) > 1)} {listed(sorted(errors), _SHOWN)} (by up to {max(errors.values()):.2g})"

@@ -18,8 +18,16 @@ from opintercept._core.errors import OpInterceptError
 from opintercept.runs.store.codec import StoredCall
 from opintercept.runs.store.columns import Array
 from opintercept.runs.store.run import Run
-from opintercept.runs.why.tokens import distances, nearest
-from opintercept.runs.why.weights import Factors, factors_of, fingerprints, shape_of, sketches, tensor_of, weight_of
+from opintercept.runs.why.joining.rows import (
+    Factors,
+    factors_of,
+    fingerprints,
+    shape_of,
+    sketches,
+    tensor_of,
+    weight_of,
+)
+from opintercept.runs.why.joining.tokens import distances, nearest
 
 _SAMPLED = 16  # rows of a weight that find out which weights resemble it
 _ALIKE = 0.8  # the least cosine of sketches of two rows that may be the same
@@ -55,7 +63,7 @@ class Match:
 
 
 SideName = Literal["a", "b"]
-By = Literal["rows", "parts", "permuted", "values", "sum", "neighbours"]
+By = Literal["rows", "parts", "permuted", "values", "neighbours"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +89,6 @@ class Side:
     parameters: dict[int, bool] = field(default_factory=dict)  # whether a call's right operand is one, if that is known
     memories: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # and where: its rank, memory and offset
     gradients: dict[tuple[int, int], StoredCall] = field(default_factory=dict)  # what reads that of a call's output
-    operators: dict[int, list[tuple[int, str]]] = field(default_factory=lambda: defaultdict(list))  # others, by rank
     stand_ins: dict[int, tuple[Side, int]] = field(default_factory=dict)  # weights of the other run for packed ones
 
     @classmethod
@@ -92,11 +99,8 @@ class Side:
             for call in run.calls(rank):
                 if call.record.grad_of is not None and call.record.forward is not None and call.record.lhs is not None:
                     side.gradients.setdefault((rank, call.record.forward), call)
-                if call.record.phase == "forward" and call.error is None:
-                    if call.record.lhs is None or _is_empty(call):
-                        side.operators[rank].append((call.record.index, call.record.op))
-                    else:
-                        side.calls.append(call)
+                if call.record.phase == "forward" and call.error is None and _is_product(call):
+                    side.calls.append(call)
         side.weight = [-1] * len(side.calls)
         for number, call in enumerate(side.calls):
             for given in (call.given or {}).get("args", ()):
@@ -178,9 +182,11 @@ class Side:
         return found.reshape(-1, found.size(-1))
 
 
-def _is_empty(call: StoredCall) -> bool:
-    """Whether an operand has no numbers, so that there is nothing to join or to compare."""
-    return any(0 in each.shape for each in (call.record.lhs, call.record.rhs) if each is not None)
+def _is_product(call: StoredCall) -> bool:
+    """Whether a call is a product or an attention, whose operands have numbers."""
+    record = call.record
+    empty = any(0 in each.shape for each in (record.lhs, record.rhs) if each is not None)
+    return record.lhs is not None and "conv" not in record.op and not empty
 
 
 class _FingerprintTable:
@@ -253,10 +259,6 @@ class Joining:
         if self._is_left():
             self._add_rest()
             self._add_in_place()
-
-    def by(self, match: int) -> By:
-        """How a match was found."""
-        return "sum" if match in self.terms else self.matches[match].by
 
     def group(self, name: SideName, match: Match) -> int | None:
         """The only group of a side's weight that a match is about; None if these are all, or several."""
@@ -453,6 +455,8 @@ class Joining:
             return
         one, other = self.a.rows(like.a)[left_a].double(), self.b.rows(like.b)[left_b].double()
         ia, ib = nearest(distances(one, other if like.order is None else other[:, like.order]))
+        if not len(ia):
+            return
         by: By = "neighbours" if like.by == "neighbours" else "values"
         self._add(replace(like, rows_a=left_a[ia], rows_b=left_b[ib], by=by))
 
@@ -512,7 +516,10 @@ def _product(
         low = side.rows(second)[rows].double() @ side.rows(first).double()
         square = float(low.square().sum())
         factor = float((low * missing).sum()) / square if square else 0.0
-        if factor and float((missing - factor * low).norm()) < _REST * float(missing.norm()):
+        short, own = float(f"{factor:.2g}"), float((missing - factor * low).norm())
+        if float((missing - short * low).norm()) < 1.01 * own:  # as factors are, which quantised rows blur
+            factor = short
+        if factor and own < _REST * float(missing.norm()):
             return first, second, factor
     return None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +18,10 @@ import torch
 
 from opintercept._core.record import CallRecord
 from opintercept._core.text import counted
-from opintercept.runs.store.codec import StoredCall
 from opintercept.runs.store.columns import Array
-from opintercept.runs.why.common_weights import Joining, Match, Side, SideName, Term
-from opintercept.runs.why.tokens import MOST, alike, distances, same_tokens
-from opintercept.runs.why.weights import tensor_of
+from opintercept.runs.why.joining.rows import tensor_of
+from opintercept.runs.why.joining.tokens import MOST, alike, distances, same_tokens
+from opintercept.runs.why.joining.weights import Joining, Match, Side, SideName, Term
 
 _MOSTLY = 0.9  # of the rows of a product are alike in both runs if they are of the same tokens
 _COMPARED = 8  # products of which the rows are compared to find the tokens
@@ -36,7 +35,6 @@ class JoinedCalls:
         of_a: For each call of A that is joined, the calls of B, each with the number of a match; None for neighbours.
         of_b: The calls of B that are joined.
         terms: The calls of A that the other run does not compute by themselves, and why.
-        shards: For a call of B, those of A's processes that make parts of its output.
         reasons: Why other calls are not joined, by side and number.
         rows: For calls of which one computes other tokens, too: the rows of both that are of the same token.
     """
@@ -44,7 +42,6 @@ class JoinedCalls:
     of_a: dict[int, list[tuple[int, int | None]]] = field(default_factory=lambda: defaultdict(list))
     of_b: set[int] = field(default_factory=set)
     terms: dict[int, str] = field(default_factory=dict)
-    shards: dict[int, list[int]] = field(default_factory=dict)
     reasons: dict[tuple[str, int], str] = field(default_factory=dict)
     rows: dict[tuple[int, int], tuple[Array, Array]] = field(default_factory=dict)
 
@@ -198,15 +195,6 @@ def _add_neighbours(joining: Joining, links: JoinedCalls) -> None:
     for gap in gaps:
         _pair_attentions(joining, links, *gap)
         _pair_between(joining, links, *gap)
-    _add_shards(joining, links, gaps)
-    for gap in gaps:
-        for name, side, numbers, done in (
-            ("a", joining.a, gap[0], {*links.of_a}),
-            ("b", joining.b, gap[1], links.of_b),
-        ):
-            for number in numbers:
-                if number not in done and _may_be_neighbour(side, number):
-                    links.reasons[name, number] = "the other run has no matmul of its shape between the same two"
 
 
 def _passes(joining: Joining, links: JoinedCalls) -> list[dict[int, list[int]]]:
@@ -258,44 +246,6 @@ def _pair_between(joining: Joining, links: JoinedCalls, in_a: range, in_b: range
             if len(of_a) == len(of_b):  # where one more stands there, it is not known which belong to each other
                 for a, b in zip(of_a, of_b, strict=True):
                     links.add(a, b, None)
-
-
-def _add_shards(joining: Joining, links: JoinedCalls, gaps: list[tuple[range, range]]) -> None:
-    """Join a call with those of several processes that make parts of its output, as of the heads of an attention."""
-    ranks_a, ranks_b = len(joining.a.run.ranks), len(joining.b.run.ranks)
-    if (ranks_a == 1) == (ranks_b == 1):
-        return
-    of: dict[int, list[int]] = defaultdict(list)  # by call of the run with one process
-    for in_a, in_b in gaps:
-        left_a = [number for number in in_a if number not in links.of_a]
-        left_b = [number for number in in_b if number not in links.of_b]
-        whole, parts = (left_a, left_b) if ranks_a == 1 else (left_b, left_a)
-        sides = (joining.a, joining.b) if ranks_a == 1 else (joining.b, joining.a)
-        taken: set[int] = set()
-        for number in whole:
-            for part in parts:
-                dim = shared_dim(sides[0].calls[number], [sides[1].calls[part]] * max(ranks_a, ranks_b))
-                if part not in taken and dim is not None:
-                    of[number].append(part)
-                    taken.add(part)
-                    break
-    for number, parts in of.items():
-        if len(parts) == max(ranks_a, ranks_b):
-            for part in parts:
-                links.add(*((number, part) if ranks_a == 1 else (part, number)), None)
-            if ranks_a > 1:
-                links.shards[number] = parts
-
-
-def shared_dim(whole: StoredCall, parts: Sequence[StoredCall]) -> int | None:
-    """Return the dimension in which the outputs of some calls are concatenated to that of another."""
-    one, *others = (_first_output(call.record) for call in (whole, *parts))
-    if one is None or any(each is None or len(each) != len(one) or each != others[0] for each in others):
-        return None
-    differ = [dim for dim, size in enumerate(others[0] or ()) if size != one[dim]]
-    if whole.record.op != parts[0].record.op or len(differ) != 1:
-        return None
-    return differ[0] if one[differ[0]] == len(parts) * (others[0] or ())[differ[0]] else None
 
 
 def _may_be_neighbour(side: Side, number: int, alone: bool = False) -> bool:

@@ -19,10 +19,10 @@ _UNLIKE = 0.5  # the least distance of rows that are not of the same token; unre
 
 def row_errors(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """The relative error of each row of `y`, `[..., m]`; a row smaller than others counts as their root mean square."""
-    size = x.norm(dim=-1)
+    size = x.nan_to_num(0, 0, 0).norm(dim=-1)
     usual = size.square().mean().sqrt() if size.numel() else size.new_zeros(())
-    error = (y - x).norm(dim=-1)
-    found: torch.Tensor = (error / torch.maximum(size, usual)).where(error != 0, 0)
+    error = (y - x).where((x != y) & ~(x.isnan() & y.isnan()), 0).norm(dim=-1)
+    found: torch.Tensor = (error / torch.maximum(size, usual)).where(error != 0, 0).nan_to_num(torch.inf, torch.inf)
     return found
 
 
@@ -95,6 +95,7 @@ def nearest(cost: Array) -> tuple[Array, Array]:
         rows.append(left)
         columns.append(best[left])
         cost[left], cost[:, best[left]] = np.inf, np.inf
-    found = np.concatenate(rows), np.concatenate(columns)
+    nothing = np.empty(0, np.int64)  # as of rows with NaN
+    found = np.concatenate([nothing, *rows]), np.concatenate([nothing, *columns])
     order = np.argsort(found[0])
     return found[0][order], found[1][order]

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from opintercept import intercept, runs
-from opintercept.runs.why.common_calls import JoinedCalls, linked
-from opintercept.runs.why.common_weights import Joining, Side
-from opintercept.runs.why.weights import fingerprints
+from opintercept.runs.why.joining.calls import JoinedCalls, linked
+from opintercept.runs.why.joining.rows import fingerprints
+from opintercept.runs.why.joining.weights import Joining, Side
 
 
 def joined(folder: Path, one: Callable[[], Any], other: Callable[[], Any]) -> tuple[Joining, JoinedCalls]:
@@ -79,7 +79,7 @@ def test_how_weights_were_joined_is_known(by: str, tmp_path: Path) -> None:
     w, last, x = torch.randn(8, 32), torch.randn(4, 8), torch.randn(3, 32)
     other = FORMS[by](w)
     joining, links = joined(tmp_path, lambda: x @ w.mT @ last.mT, lambda: x @ other.mT @ last.mT)
-    assert {joining.by(match) for _, match in links.of_a[0] if match is not None} == {by}
+    assert {joining.matches[match].by for _, match in links.of_a[0] if match is not None} == {by}
 
 
 def test_a_parameter_that_changes_in_place_stays_the_same_weight(tmp_path: Path) -> None:

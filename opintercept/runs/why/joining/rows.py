@@ -157,13 +157,16 @@ def step_of(rows: torch.Tensor) -> torch.Tensor:
     zero = least / 4  # a remainder that is rounding
     found = torch.zeros(len(rows), dtype=torch.float64)
     apart = rows - rows[:, :1]
-    for place in range(1, min(rows.size(1), _COLUMNS)):
-        column = apart[:, place].abs()
+    # All but a few elements of a row may be on one level, where these few are far larger than they.
+    farthest = apart.abs().topk(min(_COLUMNS // 2, rows.size(1)), 1).indices
+    some = torch.cat((apart.gather(1, farthest), apart[:, 1 : _COLUMNS // 2]), 1)
+    for place in range(some.size(1)):
+        column = some[:, place].abs()
         high, low = torch.maximum(found, column), torch.minimum(found, column)
         while bool((low > zero).any()):
             rest = (high - (high / low).round() * low).abs()
             high, low = torch.where(low > zero, low, high), torch.where(low > zero, rest, 0.0)
-        known = apart[:, 1 : place + 1]  # they say it better than remainders, which add up roundings
+        known = some[:, : place + 1]  # they say it better than remainders, which add up roundings
         steps = (known / high.where(high > 0, 1)[:, None]).round()
         found = (known * steps).sum(1) / steps.square().sum(1).clamp_min(1)
     steps = (apart / found.where(found > 0, 1)[:, None]).round()
