@@ -11,33 +11,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from fresh_pairs import drawn, made
-from outcomes import Pair, add, planted
+from fresh_pairs import add_ports, drawn, made
+from outcomes import Pair, add
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 PAIRS: list[Pair] = []
 Planted = tuple[str, str, str] | tuple[()]  # the place, the kinds, the words
 pair = partial(add, PAIRS)
+port = partial(add_ports, PAIRS)
 ANY = "argument operand operator"
 INPUT, RESULT = f"{ANY} input", f"{ANY} result"
 D, H, E, T = 32, 4, 8, 10  # width, heads, their size, tokens
 TOKENS = torch.randint(0, 40, (2, T), generator=torch.Generator().manual_seed(3))
-
-
-def port(
-    name: str, make: Callable[[], nn.Module], function: Any, inputs: tuple[Any, ...], mistakes: dict[str, Planted]
-) -> None:
-    """Pairs of a module and of a function of its weights, the inputs and a mistake, for each mistake; `""` is none."""
-
-    def programs(mistake: str) -> Any:
-        model = made(make)
-        weights = {key: value.detach().clone() for key, value in model.state_dict().items()}
-        return lambda: model(*inputs), lambda: function(weights, *inputs, mistake)
-
-    for mistake, what in mistakes.items():
-        own = f"{name}: {mistake or 'ported'}"
-        PAIRS.append(Pair(own, partial(programs, mistake), planted(*what) if what else None))
 
 
 def both(name: str, program: Callable[..., Any], mistakes: dict[str, Planted], *, trains: bool = False) -> None:

@@ -37,11 +37,12 @@ def made(make: Callable[[], nn.Module]) -> Any:
     return model.train(False)
 
 
-def port(
+def add_ports(
+    pairs: list[Pair],
     name: str,
     make: Callable[[], nn.Module],
     function: Callable[..., object],
-    inputs: tuple[Tensor, ...],
+    inputs: tuple[Any, ...],
     mistakes: dict[str, Planted],
 ) -> None:
     """Pairs of a module and of a function of its weights, the inputs and a mistake; `""` is none."""
@@ -53,7 +54,10 @@ def port(
 
     for mistake, what in mistakes.items():
         own = f"{name}: {mistake or 'ported'}"
-        PAIRS.append(Pair(own, partial(programs, mistake), planted(*what) if what else None))
+        pairs.append(Pair(own, partial(programs, mistake), planted(*what) if what else None))
+
+
+port = partial(add_ports, PAIRS)
 
 
 def twice(

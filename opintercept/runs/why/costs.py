@@ -6,21 +6,20 @@ Invariant: the costs add up to what all of them change, and none is estimated.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from opintercept.runs.program.evaluate import computed, read
-from opintercept.runs.program.program import Program, ProgramMemory, Region, Step, last_uses
+from opintercept.runs.program.program import ProgramMemory, Region, Step, last_uses
 from opintercept.runs.why.answer import Cause, Loss
 from opintercept.runs.why.changes.wording import place_of
 from opintercept.runs.why.flow import Flow
 
 if TYPE_CHECKING:
     from opintercept.runs.why.both import Both
-
 
 Weights = Mapping[int, tuple[Region, torch.Tensor]]
 
@@ -45,7 +44,9 @@ def loss_with(flow: Flow, forced: Mapping[int, torch.Tensor], end: int, begin: i
         for place in step.reads - step.written:
             if (weight := left.pop(step.inputs[place][1].memory, None)) is not None:
                 memory.write(weight[0], weight[1].reshape(weight[0].shape))
-        made = [] if step.number in known else computed(program, step, _inputs(program, step, memory))
+        made = []
+        if step.number not in known:
+            made = computed(program, step, [read(program, region, memory) for _, region in step.inputs])
         if step.number in forced:
             made[:1] = [forced[step.number]]
         for region, value in zip(step.outputs, made, strict=False):
@@ -58,8 +59,18 @@ def loss_with(flow: Flow, forced: Mapping[int, torch.Tensor], end: int, begin: i
     return float(read(program, region, memory))
 
 
-def _inputs(program: Program, step: Step, memory: ProgramMemory) -> list[torch.Tensor]:
-    return [read(program, region, memory) for _, region in step.inputs]
+def losses_changed(
+    flow: Flow, puts: Iterable[tuple[Mapping[int, torch.Tensor], Weights]], end: int, begin: int
+) -> Iterator[float]:
+    """What the loss changes by, as `loss_with` computes it, with one result or weight of B after the other."""
+    forced, weights = dict[int, torch.Tensor](), dict[int, tuple[Region, torch.Tensor]]()
+    before = loss_with(flow, forced, end, begin, weights)
+    for values, others in puts:
+        forced |= values
+        weights |= others
+        now = loss_with(flow, forced, end, begin, weights)
+        yield now - before
+        before = now
 
 
 def _makes_one(flow: Flow, number: int) -> bool:
@@ -101,21 +112,15 @@ def with_costs(
     starts = [*places, *readers[:1]]
     if not starts or not math.isfinite(difference):
         return [cause for cause, _ in found], Loss(name, recorded_a, recorded_b)
-    before = start = loss_with(both.a, {}, step.number, min(starts), {})
-    changed: dict[int, torch.Tensor] = {}
-    used: Weights = {}
-    totals = [0.0 for _ in found]
+    # One by one, for B's values have the effects of what lies before, of other causes too.
     order = sorted((number, at) for at, (_, numbers) in enumerate(found) for number in numbers or (-1,))
-    for number, at in order:  # one by one, for B's values have the effects of what lies before, of other causes too
-        if number < 0:
-            used = weights
-        elif number in places:
-            changed[number] = both.forced[number].values
-        now = loss_with(both.a, changed, step.number, min(starts), used)
-        totals[at] += now - before
-        before = now
+    order = [each for each in order if each[0] <= step.number]
+    puts = (({}, weights) if number < 0 else ({number: both.forced[number].values}, {}) for number, _ in order)
+    totals = [0.0 for _ in found]
+    for (_, at), cost in zip(order, losses_changed(both.a, puts, step.number, min(starts)), strict=True):
+        totals[at] += cost
     costed = [
         replace(cause, cost=cost, share=cost / difference if difference else math.nan)
         for (cause, _), cost in zip(found, totals, strict=True)
     ]
-    return costed, Loss(name, recorded_a, recorded_b, difference - (before - start))
+    return costed, Loss(name, recorded_a, recorded_b, difference - sum(totals))

@@ -9,12 +9,10 @@ import itertools
 import math
 from typing import TYPE_CHECKING
 
-import torch
-
 from opintercept.runs.program.names import module_name
 from opintercept.runs.program.program import Step
 from opintercept.runs.why.answer import Layer, Loss
-from opintercept.runs.why.costs import loss_step, loss_with
+from opintercept.runs.why.costs import loss_step, losses_changed
 from opintercept.runs.why.sweep import Sweep
 
 if TYPE_CHECKING:
@@ -50,16 +48,13 @@ def with_layers(both: Both, sweep: Sweep, loss: Loss) -> tuple[tuple[Layer, ...]
     )
     parts = _parts([flow.steps[number] for number in places], max(_LEAST, 2 * _WORK // max(read, 1)))
     costs: dict[str, float] = {}
-    values: dict[int, torch.Tensor] = {}
-    start = before = loss_with(flow, values, end.number, 0, {})
-    for name, part in parts:
-        values |= {number: sweep.joined[number].values for number in part}
-        now = loss_with(flow, values, end.number, 0, {})
-        costs[name] = costs.get(name, 0.0) + now - before
-        before = now
+    values = ({number: sweep.joined[number].values for number in part} for _, part in parts)
+    changed = losses_changed(flow, ((each, {}) for each in values), end.number, 0)
+    for (name, _), cost in zip(parts, changed, strict=True):
+        costs[name] = costs.get(name, 0.0) + cost
     change = loss.b - loss.a
     layers = tuple(Layer(name, cost, cost / change if change else math.nan) for name, cost in costs.items())
-    return layers, Loss(loss.name, loss.a, loss.b, change - (before - start))
+    return layers, Loss(loss.name, loss.a, loss.b, change - sum(costs.values()))
 
 
 def _parts(steps: list[Step], most: int) -> list[tuple[str, list[int]]]:
