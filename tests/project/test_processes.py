@@ -24,6 +24,7 @@ PROGRAMS = {
     "signal": "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
     "at exit": "import atexit, threading, time\natexit.register(print, 'last')\n"
     "threading.Thread(target=lambda: (time.sleep(0.1), print('thread'))).start()\nprint('main')",
+    "text of C": "import ctypes, sys; ctypes.CDLL(None).printf(b'c\\n'); sys.exit(5)",
     "finalizer": "class A:\n    def __del__(self):\n        print('gone')\na = A()",
     "handlers": "import signal; print(*map(signal.getsignal, (signal.SIGINT, signal.SIGCHLD, signal.SIGPIPE)))",
     "descriptors": "import numpy, torch, os; print(os.listdir('/dev/fd')[:-1], os.getcwd(), os.environ['GIVEN'])",
