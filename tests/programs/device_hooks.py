@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import dataclasses
-import faulthandler
 import io
 import json
 import math
@@ -174,7 +173,6 @@ def compare(name: str, step: Callable[[Tensor], Tensor], **options: Any) -> list
 
 
 if __name__ == "__main__":
-    faulthandler.enable()
     torch.set_num_threads(1)
     if "--late" in sys.argv:
         toy_device.take_for_cuda()

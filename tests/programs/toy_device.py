@@ -7,6 +7,7 @@ its own. Run what is to be compared on the device before the CPU, which may hide
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import threading
@@ -158,6 +159,7 @@ def build_device() -> Path:
         return build.built_library()
 
 
+faulthandler.enable()  # the host that touches the device's memory crashes
 torch.ops.load_library(build_device())
 torch.utils.rename_privateuse1_backend("toy")  # type: ignore[attr-defined]
 _module = types.ModuleType("torch.toy")
