@@ -18,6 +18,7 @@ from typing import Any
 
 import programs
 import pytest
+import sampled
 import torch
 from compiler import BUILDS
 from processes import run_python
@@ -28,7 +29,7 @@ from opintercept._engines import kernels, scope
 
 pytestmark = pytest.mark.slow
 
-THREADS, ROUNDS = 8, 500
+THREADS, ROUNDS = 8, sampled.fewer(500, 200)
 
 ENGINES = programs.ENGINES | ({"compiled": {"engine": "compiled"}} if BUILDS else {})
 
