@@ -46,7 +46,9 @@ def leave_block(block: Block) -> None:
 
 
 def _later(block: Block) -> int:
-    """How many blocks the same thread or task entered later and has not left."""
+    """How many blocks the same thread or task entered later and has not left; 0 in a child of its process."""
+    if block.pid != _scope.state.everywhere.pid:
+        return 0  # in a forked child `opintercept run` enters blocks inside those of the parent, which see nothing
     blocks = _scope.current().blocks
     if blocks and blocks[-1] is block:
         return 0
@@ -111,6 +113,10 @@ class Entered:
         exits.enter(self, Part(self._watcher, pauses=self._pauses))
 
     __exit__ = exits.Exit(lambda self: innermost(self._watcher, pauses=self._pauses).entry)
+
+
+of_programs: set[Watcher] = set()
+"""Those of `opintercept run`, whose blocks begin wherever a program imports torch, and stay open until it ends."""
 
 
 def open_blocks() -> tuple[Block, ...]:

@@ -1,21 +1,24 @@
 """`AfterImport`: a finder that calls a function right after modules have been imported.
 
 Invariant: an import goes as it would without it, also beside other tools that wait for the module.
-Must not import torch.
+Must import nothing that a starting Python has not imported anyway: each child of a watched program imports this.
 """
 
 from __future__ import annotations
 
-import importlib.abc
+import _thread
 import sys
-import threading
-from collections.abc import Callable, Sequence
-from importlib.machinery import ModuleSpec
-from types import ModuleType
-from typing import Any
+
+TYPE_CHECKING = False  # as in `opintercept/__init__.py`
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
 
 
-class AfterImport(importlib.abc.MetaPathFinder):
+class AfterImport:
     """Waits for modules between `begin` and `end`.
 
     Args:
@@ -42,7 +45,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Find the module as the finders behind this one do."""
-        search = threading.get_ident(), fullname
+        search = _thread.get_ident(), fullname
         finders = sys.meta_path
         if search in self._searching or self not in finders or not self._waits_for(fullname):
             return None

@@ -56,6 +56,8 @@ UNUSABLE = 2  # the exit status for input that cannot be used, the same as argpa
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     argv = sys.argv[1:] if argv is None else list(argv)
+    if (child := sys.modules.get("opintercept._child")) is not None:
+        child.waiting.end()  # a watched program runs a command: `run` watches what it is given, and others are ours
     if not argv:
         argv = ["--help"]  # like pip, with status 0
     name, *rest = argv

@@ -182,7 +182,9 @@ _HELD = pytest.StashKey[dict[Any, list[Any]]]()  # the blocks that each fixture 
 
 def _open_blocks() -> tuple[Any, ...]:
     library = sys.modules.get("opintercept._blocks.blocks")
-    return () if library is None else library.open_blocks()
+    if library is None:
+        return ()
+    return tuple(block for block in library.open_blocks() if block.watcher not in library.of_programs)
 
 
 def _forced_out(blocks: Iterable[Any]) -> str | None:

@@ -1,4 +1,4 @@
-"""That `opintercept run` says that child processes are not watched, if the program had some that may have run torch."""
+"""That `opintercept run --no-children` says so, if the program had children that may have run torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from processes import run_python
 
-TOLD = "; child processes are not watched, except for the ranks of `torchrun -m opintercept run ...`"
+TOLD = "; child processes are not watched, since --no-children was given"
 
 pytestmark = [
     pytest.mark.slow,
@@ -37,7 +37,7 @@ def said(tmp_path: Path, code: str) -> str:
     program.write_text(
         f"import multiprocessing, os, subprocess, time, torch\ntorch.ones(2, 3) @ torch.ones(3, 4)\n{code}\n"
     )
-    done = run_python("-m", "opintercept", "run", program, check=True)
+    done = run_python("-m", "opintercept", "run", "--no-children", program, check=True)
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("opintercept: 1 call,")]
     return line
 
@@ -58,7 +58,7 @@ def test_children_from_before_the_program_do_not_count(tmp_path: Path) -> None:
     code = f"""
 import os, subprocess, sys
 subprocess.run([sys.executable, "-c", {BUSY!r}], check=True, stdout=subprocess.DEVNULL)
-os.execv(sys.executable, [sys.executable, "-m", "opintercept", "run", {str(program)!r}])
+os.execv(sys.executable, [sys.executable, "-m", "opintercept", "run", "--no-children", {str(program)!r}])
 """
     done = run_python("-c", code, check=True)
     assert "opintercept: 1 call," in done.stderr

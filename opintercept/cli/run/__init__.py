@@ -17,6 +17,7 @@ from opintercept._core.after_import import AfterImport
 from opintercept._core.errors import OpInterceptError
 from opintercept.cli.options import add_filters, count, rename, size
 from opintercept.cli.run import children
+from opintercept.cli.run.family import Family, make_room
 from opintercept.cli.run.hooks import HOOKS
 from opintercept.cli.run.program import prepare
 from opintercept.cli.run.watch import ProgramWatch
@@ -86,6 +87,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads", choices=("all", "current"), help="threads to watch (default all, if the engine can)"
     )
+    parser.add_argument(
+        "--no-children", dest="children", action="store_false", help="do not watch processes that the program starts"
+    )
     add_filters(parser, "watch", "module", "phase", "steps")
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
@@ -114,8 +118,9 @@ def command(arguments: argparse.Namespace) -> Callable[[], int]:
     name, *rest = arguments.program
     if arguments.out is not None:
         arguments.out = os.path.abspath(arguments.out)  # the program may change its directory
+        make_room(arguments)
     program = prepare(name, rest, module=arguments.module_name)
-    watch = ProgramWatch(arguments)
+    watch = ProgramWatch(arguments, Family.begin(arguments) if arguments.children else None)
 
     def begin(_: str) -> None:
         imports.end()

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TextIO
 
+from opintercept.cli.run.member import Member
 from opintercept.cli.run.tally import Tally
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class ChosenHooks:
         arguments: The options.
         stderr: Where to print.
         stop: What `--stop` does with a finding.
+        member: The process.
 
     Attributes:
         arguments: The options.
@@ -46,7 +48,9 @@ class ChosenHooks:
         began: When they were made, as `time.monotonic` counts.
     """
 
-    def __init__(self, arguments: argparse.Namespace, stderr: TextIO, stop: Callable[[Finding], None]) -> None:
+    def __init__(
+        self, arguments: argparse.Namespace, stderr: TextIO, stop: Callable[[Finding], None], member: Member
+    ) -> None:
         from opintercept import hooks
         from opintercept._ranks.rank import rank_and_world_size
 
@@ -61,7 +65,9 @@ class ChosenHooks:
         self.shown: dict[str, Any] = {name: getattr(hooks, name)(**options.get(name, {})) for name in names}
         search = self.shown.get("NonFinite")
         self._search = hooks.NonFinite(**options["NonFinite"]) if search is None and arguments.stop else search
-        self.tally = Tally(self._search, stderr, not arguments.quiet and self.rank == 0)
+        shows = not arguments.quiet and self.rank == 0 and not member.child
+        self.tally = Tally(self._search, stderr, shows)
+        self._member = member
         self.recorder: RunRecorder | None = None
         self.searches_all = False
         self.arguments = arguments
@@ -105,9 +111,10 @@ class ChosenHooks:
         self.recorder = runs.RunRecorder(
             chosen.out,
             tensors=chosen.tensors or "stats",
-            overwrite=chosen.overwrite,
+            overwrite=chosen.overwrite and self.world_size > 1,  # otherwise `make_room` has removed the run
             flight=chosen.flight,
             max_bytes=chosen.max_bytes,
+            member=self._member,
         )
         if chosen.every_steps is None:
             return [self.recorder]

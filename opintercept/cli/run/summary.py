@@ -1,53 +1,36 @@
-"""What `opintercept run` prints when the program has ended.
+"""What `opintercept run` prints of one process that has imported torch.
 
-Must not import torch: a program may have ended before it did.
+Must not import torch.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
+import itertools
 import shlex
-import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
-from opintercept._core.text import amount, counted, duration, printable
-from opintercept.cli.build import worth_it
-from opintercept.cli.run import children
+from opintercept._core.text import duration, printable
 from opintercept.cli.run.hooks import OPS, ChosenHooks
 from opintercept.cli.terminal.style import styled
-from opintercept.runs.store.run import INFO
 
 if TYPE_CHECKING:
     from opintercept.hooks import NonFinite
-    from opintercept.runs import RunRecorder
-
-_CHILDREN = "child processes are not watched, except for the ranks of `torchrun -m opintercept run ...`"
 
 
-def summary(hooks: ChosenHooks | None, failed: bool, file: TextIO) -> Iterator[str]:
-    """Yield the lines, in the colours of the file. `failed` says whether the program ended with an error."""
-    if hooks is None:
-        yield f"opintercept: nothing to show, since the program did not import torch; {_CHILDREN}"
-        return
+def summary(hooks: ChosenHooks, file: TextIO, which: str = "", more: str = "") -> Iterator[str]:
+    """Yield the lines, in the colours of the file. `which` says of a child which it is, and `more` ends the first."""
     chosen, tally = hooks.arguments, hooks.tally
-    rank = f" on rank 0 of {hooks.world_size}" if hooks.world_size > 1 else ""
-    nothing = not (tally.calls or tally.failed)
-    elsewhere = f"; {_CHILDREN}" if nothing or children.had_some() else ""
-    yield f"opintercept: {tally}, {duration(tally.seconds)} in total{rank}{elsewhere}"
+    rank = f" on rank 0 of {hooks.world_size}" if hooks.world_size > 1 and not which else ""
+    yield f"opintercept: {which}{tally}, {duration(tally.seconds)} in total{rank}{more}"
     for name, hook in hooks.shown.items():
         if name == "NonFinite" and not hook.findings:
-            yield from _nothing_found(hooks, hook)
+            yield from itertools.islice(_nothing_found(hooks, hook), 1 if which else None)
         elif name not in ("Print", "Log") and tally.calls:
             yield from _top(hook, chosen.limit, file)
     opaque = ", ".join(f"{name} x{times}" for name, times in hooks.blocks[0].opaque.items())
     if opaque:
         yield f"opaque (matmuls inside are not shown): {printable(opaque)}"
-    if hooks.recorder is not None:
-        yield _recorded(chosen, hooks.recorder, failed)
-    if (chosen.engine, chosen.level) == ("auto", "dispatch"):
-        yield from worth_it(tally.calls, time.monotonic() - hooks.began)
 
 
 def _nothing_found(hooks: ChosenHooks, hook: NonFinite) -> Iterator[str]:
@@ -67,14 +50,6 @@ def _nothing_found(hooks: ChosenHooks, hook: NonFinite) -> Iterator[str]:
         start = "torchrun ... -m opintercept run" if hooks.world_size > 1 else "opintercept run"
         program = shlex.join([*["-m"] * chosen.module_name, *chosen.program])
         yield f"to watch every operator: {start} --stop --ops all {printable(program, 2000)}"
-
-
-def _recorded(chosen: argparse.Namespace, recorder: RunRecorder, failed: bool) -> str:
-    out, flight = chosen.out, chosen.flight
-    if flight is not None and not (failed or os.path.exists(os.path.join(out, INFO))):
-        return "nothing recorded: the program did not fail"
-    what = f"{counted(recorder.calls, 'call')}, {amount(recorder.nbytes, 'B')}, in {printable(out)}"
-    return f"recorded {what}; to look at it: opintercept show {printable(shlex.quote(out))}"
 
 
 def _top(hook: Any, limit: int, file: TextIO) -> Iterator[str]:

@@ -6,6 +6,7 @@ Must not import torch.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TextIO
 
 from opintercept._core.in_kernel import Work
@@ -28,6 +29,7 @@ class Tally:
         self.flops = 0
         self.seconds = 0.0
         self._lock = threading.RLock()
+        self.first: Callable[[], None] | None = None  # is called once, at the first call
         self._nonfinite = nonfinite
         self.line = StatusLine(stderr, EVERY, visible)
 
@@ -41,6 +43,9 @@ class Tally:
 
     def learn(self, call: OpCall) -> int:
         """The floating-point operations of all calls that look like this one."""
+        first, self.first = self.first, None
+        if first is not None:
+            first()
         return call.summary.flops or 0
 
     def noted(self, note: PendingRecord, values: Any, learned: int) -> None:
@@ -56,6 +61,7 @@ class Tally:
 
     def error(self, call: OpCall, exception: BaseException) -> None:
         """Count a call that raised."""
+        self.learn(call)
         with self._lock:
             self.failed += 1
 
@@ -63,7 +69,10 @@ class Tally:
         text = f"{counted(self.calls, 'call')}, {amount(self.flops, 'FLOP')}"
         if self.failed:
             text += f", {self.failed:,} raised"
-        if self._nonfinite is not None:
-            search = self._nonfinite
-            text += f", {len(search.findings) + search.passed_on + search.discarded:,} not finite"
-        return text
+        return text if self._nonfinite is None else f"{text}, {self.not_finite:,} not finite"
+
+    @property
+    def not_finite(self) -> int:
+        """How many calls had NaN or infinities, as far as these are searched for."""
+        search = self._nonfinite
+        return 0 if search is None else len(search.findings) + search.passed_on + search.discarded

@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Any
 from opintercept._core import exits  # noqa: F401
 from opintercept._core.errors import OpInterceptError, OpInterceptWarning
 from opintercept.cli import UNUSABLE
+from opintercept.cli.run.family import Family
 from opintercept.cli.run.hooks import ChosenHooks, Stop
-from opintercept.cli.run.summary import summary
+from opintercept.cli.run.member import Member
+from opintercept.cli.run.told import tell, whole_summary
 from opintercept.cli.terminal.progress import write
 from opintercept.runs.store.run import INFO
 
@@ -29,40 +31,69 @@ if TYPE_CHECKING:
 
 
 class ProgramWatch:
-    """The blocks of a program, from its import of torch until the interpreter exits.
+    """The blocks of one process, from its import of torch until the interpreter exits.
+
+    Args:
+        arguments: The options.
+        family: The processes of the program; None to leave out its children.
+        child: Whether another process has started this one.
 
     Attributes:
         error: What ended the program.
     """
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
+    def __init__(self, arguments: argparse.Namespace, family: Family | None, *, child: bool = False) -> None:
         self.error: BaseException | None = None
         self._arguments = arguments
+        self._family = family
+        self._member = Member(family, child=child)
         self._hooks: ChosenHooks | None = None  # until the program imports torch
         self._entered: list[Any] = []  # blocks, in this order
         self._stderr = sys.stderr  # the program may replace sys.stderr
         self._process = os.getpid()
         self._entered_by = 0
+        self._prepared = self._over = False
 
     def begin(self) -> None:
-        """Enter the block, unless this is a forked child."""
-        if os.getpid() != self._process:
-            return
-        self._entered_by = threading.get_ident()
+        """Enter the blocks. In a child, a failure to do so is told and ends nothing."""
+        if os.getpid() != self._process:  # a forked child, before or after its parent has imported torch
+            if self._family is None or self._over:
+                return
+            self._process, self.error = os.getpid(), None
+            self._member = Member(self._family, child=True)
+        self._entered, self._entered_by = [], threading.get_ident()
         try:
-            self._hooks = ChosenHooks(self._arguments, self._stderr, self._stop)
+            self._hooks = ChosenHooks(self._arguments, self._stderr, self._stop, self._member)
+            from opintercept._blocks.blocks import of_programs
+
             for block in self._hooks.blocks:
+                of_programs.add(block.watcher)
                 self._entered.append(block)
                 block.__enter__()
         except (OpInterceptError, ImportError, OSError, TypeError, ValueError) as error:
             self._exit(None)
-            atexit.unregister(self.end)
             text = str(error).replace("pass overwrite=True", "add --overwrite")
             write(self._stderr, f"opintercept run: {text}\n")
+            if self._member.child:
+                self._entered, self._hooks = [], None
+                return
+            atexit.unregister(self.end)
             raise SystemExit(UNUSABLE) from None
-        if self._arguments.flight is None:
+        if self._member.child:
+            self._hooks.tally.first = self._began
+        elif self._arguments.flight is None:
             self._hide_from_git()
-        _count_steps(self._entered)
+        if not self._prepared:
+            self._prepared = True
+            os.register_at_fork(after_in_child=self.begin)
+            self._count_steps()
+
+    def _began(self) -> None:
+        """Make the folder of a child, at its first call, and have `multiprocessing` end what it would not end."""
+        from multiprocessing.util import Finalize
+
+        if self._member.folder() is not None:
+            Finalize(None, self.end, exitpriority=-sys.maxsize)  # a `Process` ends with os._exit
 
     def _hide_from_git(self) -> None:
         """Put a `.gitignore` into the folder of the run, if there is one: with `--flight`, only a failure makes it."""
@@ -83,28 +114,40 @@ class ProgramWatch:
             self._hooks.tally.line.clear()
 
     def end(self) -> None:
-        """Leave the block and print the summary."""
-        if os.getpid() != self._process:
-            return  # a forked child exits without a report
+        """Leave the blocks. The first process prints the summary, and a child leaves its own for that."""
+        if os.getpid() != self._process or self._over:
+            return
+        self._over = True
+        if self._member.child:
+            # That of a `Process` is on its way, and that of a program was printed.
+            self.error = sys.exception() or getattr(sys, "last_value", None)
         if self._entered:
             self._leave()
-            self._hide_from_git()
         self.clear_progress()
-        if self._arguments.quiet or (self._hooks is not None and self._hooks.rank != 0):
-            return
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # stdout is None or closed
-            sys.stdout.flush()  # the program's output comes first
-        write(self._stderr, "".join(f"{line}\n" for line in summary(self._hooks, self._failed, self._stderr)))
+        if self._member.child:
+            if self._hooks is not None and (self._hooks.tally.calls or self._hooks.tally.failed):
+                tell(self._member.folder(), self._hooks, self._stderr)
+            if self._family is None or self._family.pid != self._process:
+                return
+            self._hooks = None  # `os.exec` has put this program in the place of the first one
+        self._hide_from_git()
+        if not self._arguments.quiet and (self._hooks is None or self._hooks.rank == 0):
+            with contextlib.suppress(AttributeError, OSError, ValueError):  # stdout is None or closed
+                sys.stdout.flush()  # the program's output comes first
+            lines = whole_summary(self._hooks, self._arguments, self._family, self._failed, self._stderr)
+            write(self._stderr, "".join(f"{line}\n" for line in lines))
+        if self._family is not None:
+            self._family.end()
 
     def _leave(self) -> None:
         error = self.error if self._failed else None
         try:
-            if error is not None:
+            if error is not None and error is not sys.exception():
                 raise error  # so that hooks see the exception as the current one
         except BaseException:
             self._exit(error)
         else:
-            self._exit(None)
+            self._exit(error)
 
     @property
     def _failed(self) -> bool:
@@ -118,7 +161,8 @@ class ProgramWatch:
             force_out(block for block in open_blocks() if block.watcher in ours)
             return
         raised = (None, None, None) if error is None else (type(error), error, error.__traceback__)
-        for block in reversed(self._entered):
+        while self._entered:
+            block = self._entered.pop()
             try:
                 block.__exit__(*raised)
             except OpInterceptError:  # the program has left blocks of its own open
@@ -126,22 +170,21 @@ class ProgramWatch:
             except OpInterceptWarning as warning:  # the program turns warnings into errors
                 write(self._stderr, f"opintercept run: {warning}\n")
 
+    def _count_steps(self) -> None:
+        """End a step after each step of the optimizer that steps first; further optimizers do not count."""
+        import torch
+        from torch.optim.optimizer import register_optimizer_step_post_hook
 
-def _count_steps(blocks: list[Any]) -> None:
-    """End a step after each step of the optimizer that steps first; further optimizers do not count."""
-    import torch
-    from torch.optim.optimizer import register_optimizer_step_post_hook
+        first: Any = None
 
-    first: Any = None
+        def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
+            nonlocal first
+            if torch.compiler.is_compiling():
+                return
+            if first is None or first() is None:
+                first = weakref.ref(optimizer)
+            if first() is optimizer:
+                for block in self._entered:
+                    block.step()
 
-    def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
-        nonlocal first
-        if torch.compiler.is_compiling():
-            return
-        if first is None or first() is None:
-            first = weakref.ref(optimizer)
-        if first() is optimizer:
-            for block in blocks:
-                block.step()
-
-    register_optimizer_step_post_hook(stepped)
+        register_optimizer_step_post_hook(stepped)

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from opintercept._core.errors import OpInterceptError
+from opintercept.runs.store.run import CALLS, INFO, child_folders, rank_folders
 
 LOCK = "recording.lock"
 _MOST = 4096  # bytes of the file
@@ -65,6 +66,36 @@ class Claim:
                 if self.holds():
                     self._path.unlink()
             _held.pop(self._token, None)
+
+
+def check_free(folder: Path, *, overwrite: bool) -> None:
+    """Refuse a folder that holds a run, unless it may be replaced, or anything else.
+
+    Raises:
+        ValueError: It does.
+    """
+    names = names_in(folder)
+    if not overwrite and not {INFO, CALLS}.isdisjoint(names):
+        raise taken(folder)
+    processes = {entry.name for _, entry in rank_folders(folder)} | {entry.name for entry in child_folders(folder)}
+    if names and INFO not in names and not (overwrite and processes.issuperset(names)):
+        if processes:
+            raise taken(folder)
+        raise ValueError(f"path must be a new folder, an empty one or a run, got {str(folder)!r}")
+
+
+def taken(folder: Path) -> ValueError:
+    """The error for a folder that holds a run."""
+    return ValueError(f"{str(folder)!r} already holds a run; name another folder, or pass overwrite=True")
+
+
+def names_in(folder: Path) -> list[str]:
+    """The names in the folder, without the files of a recorder that is about to begin, and what hides it from git."""
+    ours = LOCK, f"{INFO}.part", ".gitignore"
+    try:
+        return [entry.name for entry in folder.iterdir() if not entry.name.startswith(ours)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def this_process() -> dict[str, object]:

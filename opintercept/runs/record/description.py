@@ -11,7 +11,7 @@ import platform
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -23,7 +23,7 @@ from opintercept.runs.store.run import STARTED, RunInfo, TensorMode
 from opintercept.runs.store.untrusted import MAX_TEXT
 
 
-def described(tensors: TensorMode, rank: int, world_size: int) -> RunInfo:
+def described(tensors: TensorMode, rank: int, world_size: int, member: Mapping[str, str] | None = None) -> RunInfo:
     """The description of a run that begins now."""
     return RunInfo(
         argv=tuple(text[:MAX_TEXT] for text in sys.argv),
@@ -36,6 +36,7 @@ def described(tensors: TensorMode, rank: int, world_size: int) -> RunInfo:
         devices=_devices(),
         flags=_flags(),
         launch=_launch(),
+        member=member,
     )
 
 

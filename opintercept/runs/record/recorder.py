@@ -17,7 +17,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Protocol, get_args
 
 import torch
 
@@ -43,7 +43,7 @@ from opintercept._values.content import LOTS, Content, content_of
 from opintercept._values.copies import can_store, copied, safetensors_for
 from opintercept._values.late import Lot, place_of
 from opintercept._values.read import is_captured, leaves_out_captured, warn_of_memory
-from opintercept.runs.record.claim import LOCK, Claim
+from opintercept.runs.record.claim import Claim, check_free, names_in, taken
 from opintercept.runs.record.description import at_first_call, described, with_devices
 from opintercept.runs.record.memory import MemoryNumbers
 from opintercept.runs.record.writer import (
@@ -60,7 +60,7 @@ from opintercept.runs.record.writer import (
 )
 from opintercept.runs.store.codec import role_of
 from opintercept.runs.store.flight import FLIGHT, MOST_SLOTS, NOTHING, Flight
-from opintercept.runs.store.records import CALLS, Encoder, check_layout, writes_as_kernels
+from opintercept.runs.store.records import Encoder, check_layout, writes_as_kernels
 from opintercept.runs.store.run import INFO, RunInfo, TensorMode
 from opintercept.runs.store.untrusted import MAX_TEXT
 
@@ -72,6 +72,20 @@ _MOST_ITEMS, _DEPTH = 1000, 3  # of an option that is a list
 _NUMBER = struct.Struct("=I")
 MOST_WAITING = 1 << 13  # calls of kernels that may wait to be written
 _MOST_SHAPES = 1024  # for which the places of a sample are remembered
+
+
+class RunMember(Protocol):
+    """One process of a program whose processes are recorded together."""
+
+    @property
+    def child(self) -> bool:
+        """Whether another process of the program began before. Then the folder is made at the first call."""
+
+    def about(self) -> dict[str, str] | None:
+        """What `run.json` says of it, see `RunInfo.member`."""
+
+    def folder(self) -> Path | None:
+        """The folder of a child, made now, which nobody else has; None if the process is not to be recorded."""
 
 
 class RunRecorder:
@@ -104,6 +118,7 @@ class RunRecorder:
             exception leaves the block, the folder gets these calls with all values, and the operands of the call that
             raised it. If the block ends well, nothing is left.
         max_bytes: The most bytes that the folder may take; the recording stops there with one warning.
+        member: Which process of a program this is, for one that records several.
 
     Attributes:
         path: The folder.
@@ -137,6 +152,7 @@ class RunRecorder:
         sample: int = 64,
         flight: int | None = None,
         max_bytes: int | None = None,
+        member: RunMember | None = None,
     ) -> None:
         check_choice("tensors", tensors, get_args(TensorMode))
         self.path = Path(path)
@@ -149,7 +165,10 @@ class RunRecorder:
         if tensors in ("sample", "full") or flight is not None:
             safetensors_for("keeping tensors")
         self._overwrite = overwrite
-        self._check_free()
+        self._member = member
+        self._waits = member is not None and member.child  # for the first call
+        if not self._waits:
+            self._check_free()
         self._writer: Writer | None = None
         self._closed: Writer | None = None  # that of the last block
         self._info: RunInfo | None = None
@@ -178,17 +197,20 @@ class RunRecorder:
 
     def _check_free(self) -> None:
         """Refuse a folder that holds something already, or an older run that readers would mix with this one."""
-        folder, _, world_size = _own(self.path)
-        names = _others(folder)
-        if not self._overwrite:
-            found = [folder] if not {INFO, CALLS}.isdisjoint(names) else []
-            if world_size > 1:
-                found += leftovers(self.path, world_size)
-            if found:
-                raise ValueError(f"{str(found[0])!r} already holds a run; name another folder, or pass overwrite=True")
-        only_ranks = self._overwrite and all(name.startswith("rank") for name in names)
-        if names and INFO not in names and not only_ranks:
-            raise ValueError(f"path must be a new folder, an empty one or a run, got {str(folder)!r}")
+        folder, _, world_size = self._own()
+        if self._member is not None and folder == self.path:
+            if os.path.lexists(folder / INFO):
+                raise taken(folder)
+            return  # whoever began the program has looked, and its children may have folders in there by now
+        if world_size > 1 and not self._overwrite and (found := leftovers(self.path, world_size)):
+            raise taken(found[0])
+        check_free(folder, overwrite=self._overwrite)
+
+    def _own(self) -> tuple[Path, int, int]:
+        """The folder of this process, its rank and the number of processes."""
+        rank, world_size = rank_and_world_size()
+        alone = world_size == 1 or (self._member is not None and self._member.child)
+        return (self.path if alone else self.path / f"rank{rank}"), rank, world_size
 
     @property
     def calls(self) -> int:
@@ -205,7 +227,7 @@ class RunRecorder:
     def enter(self) -> None:
         """Make the folder and start to write, or continue the run of this recorder's last block."""
         begun: list[bool] = []
-        info = self._info or described(self.tensors, *_own(self.path)[1:])  # here, since it imports
+        info = self._info or self._described()  # here, since it imports
         try:
             uninterrupted(partial(self._begin, sys.exception(), info, begun))
         except BaseException:
@@ -225,12 +247,33 @@ class RunRecorder:
         with self._lock:
             if not self._entered:  # otherwise another interceptor's block is active
                 self._outside = outside
-                if self._flight is None:
-                    self._start(info)
-                else:
-                    self._take_off(self._flight, info)
+                if not self._waits:
+                    self._open(info)
             self._entered += 1
         begun.append(True)
+
+    def _described(self) -> RunInfo:
+        return described(self.tensors, *self._own()[1:], None if self._member is None else self._member.about())
+
+    def _open(self, info: RunInfo) -> None:
+        if self._flight is None:
+            self._start(info)
+        else:
+            self._take_off(self._flight, info)
+
+    def _wake(self) -> None:
+        """Make the folder of a child, and begin to write, at its first call."""
+        with self._lock:
+            folder = None if self._member is None or not self._waits else self._member.folder()
+            self._waits = False
+            if folder is None:
+                return
+            self.path = self._folder = folder
+            try:
+                uninterrupted(partial(self._open, self._described()))
+            except (OpInterceptError, OSError, ValueError) as error:  # a full disk
+                text = f"the calls of process {os.getpid()} are not recorded: {error}"
+                warnings.warn(text, OpInterceptWarning, stacklevel=4)
 
     def _start(self, info: RunInfo) -> None:
         self._stop()  # if nobody has ended the last block
@@ -250,7 +293,7 @@ class RunRecorder:
 
     def _claimed(self) -> Claim:
         """Claim the folder of a new run, or that of the run that this recorder has begun."""
-        folder, _, world_size = _own(self.path)
+        folder, _, world_size = self._own()
         self._made = not folder.exists()
         if self._info is None:
             self._check_free()
@@ -265,7 +308,7 @@ class RunRecorder:
         try:
             if self._info is None:
                 self._check_free()  # again: from here on no other recorder can begin a run
-                if _others(folder) and self._overwrite:
+                if names_in(folder) and self._overwrite:
                     remove_run(folder, claimed=True)
                 if self._overwrite and world_size > 1:
                     remove_leftovers(self.path, world_size)
@@ -390,6 +433,8 @@ class RunRecorder:
 
     def pre(self, call: OpCall) -> None:
         """Read the operands that the operator is about to overwrite."""
+        if self._waits:
+            self._wake()
         written = _flat(call.written)
         updated = UPDATED if torchs_name(call.op) in UPDATES else ()
         if not (written or updated) or self.tensors == "none" or _is_unread(call):
@@ -437,6 +482,8 @@ class RunRecorder:
 
     def learn(self, call: OpCall) -> bytes | None:
         """The number of the call's signature, for kernels; None if it has more tensors than they read."""
+        if self._waits:
+            self._wake()
         tensors = _tensors(call) if self.tensors == "stats" else []
         if len(slots_of(role for role, _ in tensors)) < len(tensors):
             return None
@@ -485,6 +532,8 @@ class RunRecorder:
             self._put(entry)
 
     def _may_record(self) -> bool:
+        if self._waits:
+            self._wake()
         writer = self._writer
         if self._process != os.getpid() or (self.flight is None and writer is None):
             return False
@@ -733,18 +782,3 @@ def _plain(value: Any, depth: int = 0) -> Any:
     if isinstance(value, (str, complex, torch.dtype, torch.device, torch.layout)):
         return str(value)[:MAX_TEXT]
     raise TypeError(f"an option must be plain data, got a {type(value).__name__}")  # a storage shows all its bytes
-
-
-def _others(folder: Path) -> list[str]:
-    """The names in the folder, without the files of a recorder that is about to begin, and what hides it from git."""
-    ours = LOCK, f"{INFO}.part", ".gitignore"
-    try:
-        return [entry.name for entry in folder.iterdir() if not entry.name.startswith(ours)]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-
-
-def _own(path: Path) -> tuple[Path, int, int]:
-    """The folder of this process, its rank and the number of processes."""
-    rank, world_size = rank_and_world_size()
-    return (path / f"rank{rank}" if world_size > 1 else path), rank, world_size

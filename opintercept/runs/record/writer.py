@@ -27,11 +27,13 @@ from opintercept._values.stats import Values
 from opintercept.runs.record.claim import Claim, end_others, this_process
 from opintercept.runs.store import records
 from opintercept.runs.store.flight import FLIGHT, Snapshot
+from opintercept.runs.store.processes import SUMMARY
 from opintercept.runs.store.records import CALL, CALL_TEXTS, CALLS, SHARED_TEXTS, SLOTS, TENSOR, Encoder, seal
-from opintercept.runs.store.run import INFO, TENSORS, RunInfo, rank_folders, read_info
+from opintercept.runs.store.run import INFO, TENSORS, RunInfo, child_folders, rank_folders, read_info
 from opintercept.runs.store.texts import MAX_LINE
 
 INTERVAL = 1.0  # seconds between two writes, unless a batch is full before
+_SOON = 0.02  # seconds until the first one; a process that is killed early, such as a worker of a pool, loses little
 _PAUSE = 0.001  # seconds between two looks at a queue that is full
 BATCH_CALLS = 512  # calls that make a full batch
 BATCH_BYTES = 1 << 25  # bytes of tensors that make a full batch
@@ -119,6 +121,7 @@ class Writer(threading.Thread):
         self._calls = self._size = 0  # that wait, and the bytes of their tensors
         self._closing = self._done = False
         self._claim = claim
+        self._began = time.monotonic()
         self._left = (0, 0, 0)  # device, inode and size of the file of calls when this last looked
         folder.mkdir(parents=True, exist_ok=True)
         self._write_info(finished=False)
@@ -173,7 +176,8 @@ class Writer(threading.Thread):
         """The waiting calls, after an interval or when they make a full batch; empty when all are written."""
         with self._mutex:
             while True:
-                self._changed.wait_for(lambda: self._closing or self._is_full(1), INTERVAL)
+                interval = min(INTERVAL, max(_SOON, (time.monotonic() - self._began) / 10))
+                self._changed.wait_for(lambda: self._closing or self._is_full(1), interval)
                 self._fetch()
                 if self._waiting or self._closing:
                     batch, self._waiting, self._calls, self._size = self._waiting, [], 0, 0
@@ -444,7 +448,8 @@ def _stored_bytes(tensor: Any) -> int:
 
 def remove_run(folder: Path, claimed: bool = False) -> None:
     """Delete the files of a run, and nothing else; `claimed` says that the caller has a claim to the folder."""
-    parts = [part for part in (*(entry for _, entry in rank_folders(folder)), folder) if _is_run(part)]
+    inside = dict.fromkeys((*(entry for _, entry in rank_folders(folder)), *child_folders(folder)))
+    parts = [part for part in (*inside, folder) if _is_run(part)]
     if not parts:
         raise _no_run(folder)
     for part in parts:
@@ -479,7 +484,7 @@ def _remove(part: Path, folder: Path, claimed: bool = False) -> None:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             names = os.listdir(stored)
     found = [stored / name for name in names if _STORED.fullmatch(name)]
-    names = [*_FILES, *FLIGHT, f"{INFO}.part", INFO]  # a folder with INFO is a run: it goes last
+    names = [*_FILES, *FLIGHT, SUMMARY, f"{INFO}.part", INFO]  # a folder with INFO is a run: it goes last
     for path in (*found, *(part / name for name in names)):
         path.unlink(missing_ok=True)
     for empty in (stored, part):

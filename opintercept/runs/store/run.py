@@ -7,14 +7,15 @@ Must not import torch or numpy: a run's description is read without them.
 
 from __future__ import annotations
 
+import fnmatch
 import math
 import os
 import re
 import stat
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -23,6 +24,7 @@ from opintercept._core.errors import OpInterceptError, OpInterceptWarning, needs
 from opintercept._core.record import Plain
 from opintercept._core.tables import Frames, Page, Part
 from opintercept._core.text import counted, listed, printable
+from opintercept.runs.store import processes
 from opintercept.runs.store.codec import TENSOR_NAME, StoredCall
 from opintercept.runs.store.files import open_plain, written_by_others
 from opintercept.runs.store.untrusted import WRONG, checked, field_checks, integer, items, parsed
@@ -63,6 +65,9 @@ class RunInfo:
         devices: Names of the accelerators.
         flags: Settings that decide how products are computed.
         launch: What torchrun says of the process: its run's `"id"`, its `"node"`, and there the `"attempt"` to run it.
+        member: Which process it is of a program that `opintercept run` has watched: a number of the `"program"`, the
+            `"name"`, the `"pid"`, when it was `"born"` in nanoseconds since 1970, and the number of its `"parent"`,
+            which the first process lacks.
     """
 
     argv: tuple[str, ...]
@@ -75,6 +80,7 @@ class RunInfo:
     devices: tuple[str, ...]
     flags: Mapping[str, str]
     launch: Mapping[str, str] | None = None
+    member: Mapping[str, str] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain data."""
@@ -90,23 +96,28 @@ class RunHead(Plain):
         ranks: The ranks of the processes.
         info: The description of the first process.
         alone: Whether the folder is that of one process, and does not hold `rank0`, `rank1`, ...
+        titles: What the processes are called, by number, if they are no ranks.
     """
 
     path: str
     ranks: tuple[int, ...]
     info: RunInfo
     alone: bool
+    titles: Mapping[int, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"{printable(self.path)}  {printable(' '.join(self.info.argv), _COMMAND)}".rstrip()
 
     def as_dict(self) -> dict[str, Any]:
         """Return the folder, the ranks and the description as plain data."""
-        return {"path": self.path, "ranks": list(self.ranks), "info": self.info.as_dict()}
+        titles = {"processes": {str(rank): title for rank, title in self.titles.items()}} if self.titles else {}
+        return {"path": self.path, "ranks": list(self.ranks), **titles, "info": self.info.as_dict()}
 
 
 def open_run(path: str | os.PathLike[str], *, trusted: bool | None = None) -> Run:
     """Open a run's folder, or one that holds a folder `rank0`, `rank1`, ... for each process.
+
+    The processes of a program that `opintercept run` has watched are one run; `folder/name` opens one of them.
 
     Ranks left over from an older run are skipped with a warning: those of another number of processes, of another
     launch or attempt of torchrun, and those whose last call was written a minute before the newest rank began.
@@ -118,26 +129,64 @@ def open_run(path: str | os.PathLike[str], *, trusted: bool | None = None) -> Ru
     Raises:
         OpInterceptError: There is no run, or it cannot be read.
     """
-    run = _opened(Path(path))
+    run = _named(Path(path)) or _opened(Path(path))
     run.trusted = not written_by_others(run.path) if trusted is None else trusted
     return run
 
 
 def _opened(folder: Path) -> Run:
+    children = child_folders(folder)
     parts = {0: folder}
-    if not os.path.lexists(folder / INFO):
-        parts = {rank: entry for rank, entry in rank_folders(folder) if os.path.lexists(entry / INFO)}
-        if not parts:
+    alone = os.path.lexists(folder / INFO)
+    if not alone:
+        ranks = [(rank, entry) for rank, entry in rank_folders(folder) if entry not in children]
+        parts = {rank: entry for rank, entry in ranks if os.path.lexists(entry / INFO)}
+        if not parts and not children:
             raise OpInterceptError(
                 f"a run must be a folder with {INFO}, or with rank0/{INFO} and so on, got {str(folder)!r}; "
                 "record one with `opintercept run` or runs.RunRecorder"
             )
     infos = {rank: read_info(part) for rank, part in parts.items()}
+    if not alone and len(parts) > 1:
+        infos = _of_one_run(folder, parts, infos)
+    if children:
+        return _of_processes(folder, [*(parts[rank] for rank in infos), *children])
     if len(parts) == 1 and 0 in parts:
         rank = infos[0].rank
         return Run(folder, {rank: parts[0]}, {rank: infos[0]})
-    infos = _of_one_run(folder, parts, infos)
     return Run(folder, {rank: parts[rank] for rank in infos}, infos)
+
+
+def _named(path: Path) -> Run | None:
+    """One process of a program, if there is no such folder and the last part of the path is what it is called."""
+    if os.path.lexists(path) or not child_folders(path.parent):
+        return None
+    run = _opened(path.parent)
+    found = [rank for rank in run.ranks if run.title(rank) == path.name]
+    return run.only(found) if found else None
+
+
+def _of_processes(folder: Path, parts: list[Path]) -> Run:
+    """The run of a program whose children were watched. A process that only started the others is left out."""
+    places = {"" if part == folder else part.name: part for part in parts}
+    infos = {name: read_info(part) for name, part in places.items()}
+    kept = processes.of_one_program(infos)
+    if len(kept) > 1 and not _has_calls(folder):
+        kept = [name for name in kept if name]
+    infos = {name: infos[name] for name in kept}
+    numbers = processes.numbered(infos)
+    titles = processes.titles(numbers, infos) if any(info.world_size == 1 for info in infos.values()) else {}
+    of_numbers = {number: infos[name] for number, name in numbers.items()}
+    return Run(folder, {number: places[name] for number, name in numbers.items()}, of_numbers, titles)
+
+
+def _has_calls(part: Path) -> bool:
+    """Whether a process has recorded any call, as its files tell."""
+    for name in (CALLS, "flight-calls.bin"):
+        with suppress(OSError):
+            if os.lstat(part / name).st_size:
+                return True
+    return False
 
 
 def _pairs(named: Mapping[str, str], between: str) -> str:
@@ -148,7 +197,8 @@ def _pairs(named: Mapping[str, str], between: str) -> str:
 def is_run(path: str | os.PathLike[str]) -> bool:
     """Whether a folder is that of a run, which may yet be one that cannot be read."""
     folder = Path(path)
-    return any(os.path.lexists(part / INFO) for part in (folder, *(entry for _, entry in rank_folders(folder))))
+    ranks = (entry for _, entry in rank_folders(folder))
+    return any(os.path.lexists(part / INFO) for part in (folder, *ranks)) or bool(child_folders(folder))
 
 
 def _of_one_run(folder: Path, parts: Mapping[int, Path], infos: dict[int, RunInfo]) -> dict[int, RunInfo]:
@@ -210,6 +260,22 @@ def rank_folders(folder: Path) -> list[tuple[int, Path]]:
         return []
 
 
+def child_folders(folder: Path) -> list[Path]:
+    """The folders of processes that a watched program has started, without links."""
+    try:
+        found = [entry for entry in sorted(folder.iterdir()) if entry.is_dir() and not entry.is_symlink()]
+    except (OSError, ValueError):
+        return []
+    return list(filter(_is_child, found))
+
+
+def _is_child(folder: Path) -> bool:
+    try:
+        return processes.is_child(read_info(folder))
+    except (OSError, OpInterceptError):  # none, or one of another version
+        return False
+
+
 class Run(Frames, Page):
     """A recorded run. Its calls are read from disk piece by piece, each time that they are asked for.
 
@@ -218,6 +284,8 @@ class Run(Frames, Page):
     Attributes:
         path: The folder.
         infos: The descriptions of the processes, by rank.
+        titles: What the processes are called, by number, if they are no ranks. The number of such a process stands
+            wherever a rank would.
         trusted: Whether recorded calls may run again in this process.
 
     Example:
@@ -231,9 +299,12 @@ class Run(Frames, Page):
         [('aten::mm float32[2, 3] @ float32[3, 4] -> float32[2, 4]', 3.0)]
     """
 
-    def __init__(self, path: Path, parts: Mapping[int, Path], infos: Mapping[int, RunInfo]) -> None:
+    def __init__(
+        self, path: Path, parts: Mapping[int, Path], infos: Mapping[int, RunInfo], titles: Mapping[int, str] = {}
+    ) -> None:
         self.path = path
         self.infos = dict(infos)
+        self.titles = dict(titles)
         self.trusted = True
         self._parts = dict(parts)
         self._columns_of: dict[int, Columns] = {}
@@ -251,8 +322,39 @@ class Run(Frames, Page):
 
     @property
     def alone(self) -> bool:
-        """Whether the folder is that of one process, and does not hold `rank0`, `rank1`, ..."""
-        return self.path in self._parts.values()
+        """Whether the run is that of one process, and the folder does not hold `rank0`, `rank1`, ..."""
+        return len(self._parts) == 1 and (self.path in self._parts.values() or self.info.world_size == 1)
+
+    def title(self, rank: int) -> str:
+        """What a process is called: `rank 1`, or a name if the processes are no ranks."""
+        return self.titles.get(rank, f"rank {rank}")
+
+    def place(self, call: StoredCall) -> tuple[int, ...]:
+        """What puts calls of several processes in one order: step and index for ranks, and otherwise the time."""
+        return (call.record.started or 0, *call.place) if self.titles else call.place
+
+    def matching(self, pattern: str | None) -> Run:
+        """The run of the processes whose title or folder matches a glob; of all processes for None.
+
+        Raises:
+            OpInterceptError: None matches.
+        """
+        if pattern is None:
+            return self
+        names = {rank: {self.title(rank), f"rank{rank}", self._parts[rank].name} for rank in self.ranks}
+        found = [rank for rank in self.ranks if fnmatch.filter(names[rank], pattern)]
+        if not found:
+            shown = listed([printable(self.title(rank), _LONGEST) for rank in self.ranks])
+            raise OpInterceptError(f"--process must match some of {shown}, got {printable(pattern, _LONGEST)!r}")
+        return self.only(found)
+
+    def only(self, ranks: Collection[int]) -> Run:
+        """The run of these processes alone."""
+        kept = {rank: info for rank, info in self.infos.items() if rank in ranks}
+        titles = {rank: title for rank, title in self.titles.items() if rank in ranks}
+        made = Run(self.path, {rank: self._parts[rank] for rank in kept}, kept, titles)
+        made.trusted = self.trusted
+        return made
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r}, {counted(len(self.infos), 'rank')})"
@@ -261,9 +363,12 @@ class Run(Frames, Page):
         """What `print` shows: how the run was made, without reading its calls."""
         info, ranks = self.info, len(self.infos)
         unfinished = [rank for rank, each in self.infos.items() if not each.finished]
-        which = f" (ranks {listed(unfinished)})" if ranks > 1 else ""
+        names = [printable(title, _LONGEST) for title in self.titles.values()]
+        lost = [self.titles.get(rank, str(rank)) for rank in unfinished]
+        which = f" ({'' if names else 'ranks '}{printable(listed(lost), _LONGEST)})" if ranks > 1 else ""
         state = f"not finished{which}: still running, or killed" if unfinished else "finished"
         world = f"; {ranks} of {info.world_size} ranks" if max(info.world_size, ranks) > 1 else ""
+        world = f"; {counted(ranks, 'process')}: {listed(names, 8)}" if names and ranks > 1 else "" if names else world
         yield f"run       {printable(str(self.path), _LONGEST)}: {state}{world}"
         yield f"started   {printable(info.started, _LONGEST)}"
         yield f"command   {printable(' '.join(info.argv), _LONGEST)}"
@@ -274,7 +379,7 @@ class Run(Frames, Page):
 
     def head(self) -> RunHead:
         """What results say of the run."""
-        return RunHead(str(self.path), self.ranks, self.info, self.alone)
+        return RunHead(str(self.path), self.ranks, self.info, self.alone, self.titles)
 
     def check_trusted(self) -> None:
         """Refuse to run calls again that another user has written."""
