@@ -72,11 +72,11 @@ def _of_rank(run: Run, rank: int, choice: Choice, names: NameFilter) -> Iterator
 
 
 def in_order(opened: list[OpenedRun], choice: Choice, names: NameFilter) -> Iterator[tuple[str, StoredCall]]:
-    """Yield the chosen calls with the names of their runs, by `--sort` or, of several processes, by step and index."""
+    """Yield the chosen calls with the names of their runs, by `--sort` or, of several processes, by `Run.place`."""
 
     def of(name: str, run: Run) -> Iterator[tuple[str, StoredCall]]:
         calls = [_of_rank(run, rank, choice, names) for rank in ranks_of(run, choice)]
-        merged = itertools.chain(*calls) if len(calls) > MAX_OPEN else heapq.merge(*calls, key=lambda call: call.place)
+        merged = itertools.chain(*calls) if len(calls) > MAX_OPEN else heapq.merge(*calls, key=run.place)
         return ((name, call) for call in merged)
 
     found = itertools.chain.from_iterable(of(name, run) for name, run in opened)

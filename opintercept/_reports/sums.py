@@ -19,6 +19,7 @@ from opintercept._core.text import amount, counted, duration
 from opintercept._reports.filters import Choice, NameFilter
 from opintercept.runs.store.codec import StoredCall
 from opintercept.runs.store.columns import FIGURES, Array, Arrays, CallSignature, Columns, StoredCallSite, in_steps
+from opintercept.runs.store.run import Run
 from opintercept.runs.sums import (
     COUNTS,
     CallKinds,
@@ -80,8 +81,8 @@ def rate(flops: int | None, seconds: float | None) -> float | None:
 class FirstNonfinite:
     """The first call whose output has NaN or Inf; without one, the first call whose operands do."""
 
-    def __init__(self) -> None:
-        self._made, self._any = EarliestCall(), EarliestCall()
+    def __init__(self, run: Run) -> None:
+        self._made, self._any = EarliestCall(run.place), EarliestCall(run.place)
 
     @property
     def call(self) -> StoredCall | None:
@@ -111,10 +112,10 @@ def finite(call: StoredCall) -> bool:
     return all(values.finite for values in call.values.values())
 
 
-def key_of(record: CallRecord, rank: int, name: str) -> Any:
+def key_of(record: CallRecord, rank: int, process: str, name: str) -> Any:
     """The value of a key of `--by`."""
-    if name == "rank":
-        return rank
+    if name in ("rank", "process"):
+        return rank if name == "rank" else process[:LONGEST]
     value = getattr(record, name)
     return value[:LONGEST] if isinstance(value, str) else value
 
@@ -171,10 +172,10 @@ _SUMMED += ("output_min", "output_max", "output1_min", "output1_max")
 class RunSums:
     """The totals of one run."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: Run) -> None:
         self.total = GroupTotals()  # of the steps and the process that are asked for
         self.chosen = GroupTotals()  # of those calls that the other options admit, too
-        self.first = FirstNonfinite()  # of `total`
+        self.first = FirstNonfinite(run)  # of `total`
 
 
 class Groups:
@@ -182,18 +183,18 @@ class Groups:
 
     def __init__(self, choice: Choice, names: NameFilter) -> None:
         self._choice, self._names = choice, names
-        others = tuple(None if key in ("step", "rank", "run") else "(others)" for key in choice.by)
+        others = tuple(None if key in ("step", "rank", "process", "run") else "(others)" for key in choice.by)
         self._codes: dict[tuple[Any, ...], int] = {others: 0}  # of keys, without the step
         self._size = 0
         self._sums = GroupSums()  # by code and step
         self._seen = 0
 
-    def add(self, run: str, columns: Columns, sums: RunSums) -> None:
+    def add(self, run: str, process: str, columns: Columns, sums: RunSums) -> None:
         """Add the calls of a process of a run."""
 
         def learn(call_site: StoredCallSite, signature: CallSignature, admitted: bool) -> list[float]:
             record = signature.record_at(call_site)
-            code = self._code(run, columns.rank, record) if admitted else 0
+            code = self._code(run, columns.rank, process, record) if admitted else 0
             work = [math.nan if each is None else each for each in (record.flops, record.bytes)]
             return [code, *work, first_output(signature)[1]]
 
@@ -226,9 +227,9 @@ class Groups:
             self._join_others()
         self._seen += len(columns)
 
-    def _code(self, run: str, rank: int, record: CallRecord) -> int:
+    def _code(self, run: str, rank: int, process: str, record: CallRecord) -> int:
         given = {"run": run, "step": None}
-        key = tuple(given[name] if name in given else key_of(record, rank, name) for name in self._choice.by)
+        key = tuple(given[name] if name in given else key_of(record, rank, process, name) for name in self._choice.by)
         if key not in self._codes:
             self._size += sum(map(sys.getsizeof, key))
             if len(self._codes) > MAX_GROUPS or self._size >= MAX_KEYS_SIZE:

@@ -30,7 +30,7 @@ def overview(run: Run, sums: RunSums, of_steps: bool) -> Iterator[Part]:
     yield from run.parts()
     yield f"calls     {sums.total}{', of the chosen steps' if of_steps else ''}"
     if sums.first.call is not None:
-        yield Marked(f"nonfinite {_first_text(sums.first.call)}", "wrong")
+        yield Marked(f"nonfinite {_first_text(run, sums.first.call)}", "wrong")
     if sums.chosen.calls != sums.total.calls:
         yield f"chosen    {sums.chosen}"
 
@@ -48,9 +48,10 @@ def runs_table(opened: list[OpenedRun], sums: list[RunSums]) -> Cells:
     return Cells(head, rows, left=3, last=["run"], spare=["started", "ranks"])
 
 
-def _first_text(call: StoredCall) -> str:
+def _first_text(run: Run, call: StoredCall) -> str:
     record = call.record
-    text = f"first in call {record.index}, step {record.step}, rank {call.rank}, {record.phase}: "
+    where = cell_text(run.title(call.rank))
+    text = f"first in call {record.index}, step {record.step}, {where}, {record.phase}: "
     text += f"{_name('op', record.op)} in {_name('module', record.module)}"
     text += f" at {cell_text(record.source)}" if record.source is not None else ""
     sides = []
@@ -112,7 +113,8 @@ def group_table(rows: list[Row], keys: tuple[str, ...], *, values: bool) -> Cell
 def call_table(rows: list[Row], *, ranks: bool) -> Cells:
     """Lay out calls."""
     values = any(row["min"] is not None or row["nan"] for row in rows)
-    first = [*["run"] * ("run" in rows[0]), *["rank"] * ranks]
+    process = "process" in rows[0]
+    first = [*["run"] * ("run" in rows[0]), *["process"] * process, *["rank"] * (ranks and not process)]
     first += ["index", "step", "phase", "module", "op", "shape", "dtype"]
     replays = ["replayed"] * any(row["replayed"] is not None for row in rows)
     names = [*first, *replays, "flops", "seconds", *("nan", "inf", "min", "max", "mean") * values, "error"]

@@ -50,10 +50,10 @@ class View(NamedTuple):
 def show_groups(opened: list[OpenedRun], choice: Choice, names: NameFilter) -> View:
     """Show groups of calls that share the keys of `--by`."""
     found = Groups(choice, names)
-    sums = [RunSums() for _ in opened]
+    sums = [RunSums(run) for _, run in opened]
     for (name, run), own in zip(opened, sums, strict=True):
         for rank in ranks_of(run, choice):
-            found.add(name, run.columns(rank), own)
+            found.add(name, run.title(rank), run.columns(rank), own)
         run.close()
     groups = found.groups
     names.check(source_text(opened))
@@ -117,16 +117,20 @@ def show_calls(opened: list[OpenedRun], choice: Choice, names: NameFilter, as_js
         names.check(source_text(opened))
     rest: list[Any] = []  # a call that the limit leaves out
     several = len(opened) > 1
+    titles = {name: run.titles for name, run in opened if len(run.titles) > 1}
 
     def rows(row: Callable[[StoredCall], Row]) -> Iterator[Row]:
         while first:
-            yield _named(first[0][0], row(first.pop()[1]), several)
+            yield _named(first[0][0], titled(*first[0], row(first.pop()[1])), several)
         limit = None if choice.limit is None else choice.limit - 1
         for name, call in itertools.islice(calls, limit):
-            yield _named(name, row(call), several)
+            yield _named(name, titled(name, call, row(call)), several)
         rest.extend(itertools.islice(calls, 1))
         if not rest:  # the filters have seen every call
             names.check(source_text(opened))
+
+    def titled(name: str, call: StoredCall, row: Row) -> Row:
+        return {"process": titles.get(name, {}).get(call.rank)} | row if titles else row
 
     def parts() -> Iterator[Part]:
         ranks = any(len(run.ranks) > 1 for _, run in opened)
@@ -136,7 +140,7 @@ def show_calls(opened: list[OpenedRun], choice: Choice, names: NameFilter, as_js
         if rest:
             yield "... and more; --limit all shows them"
 
-    columns = [*["run"] * several, *CALL_COLUMNS]
+    columns = [*["run"] * several, *["process"] * bool(titles), *CALL_COLUMNS]
     return View([{} for _ in opened], "calls", rows(call_json if as_json else call_row), columns, parts())
 
 

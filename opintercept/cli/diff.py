@@ -7,7 +7,7 @@ import argparse
 from opintercept._core.errors import OpInterceptError
 from opintercept._reports.filters import NameFilter
 from opintercept.cli.confined import add_limits, opened
-from opintercept.cli.options import add_filters, add_result, rename, tolerance
+from opintercept.cli.options import add_filters, add_process, add_result, rename, tolerance
 from opintercept.cli.terminal.output import print_result
 from opintercept.cli.terminal.progress import progress
 from opintercept.runs.compare.diff import compare_runs
@@ -31,6 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_filters(parser, "report", "op", "module", "phase")
     parser.add_argument("--no-tensors", action="store_true", help="compare only hashes and statistics")
     add_result(parser, "the runs are equal")
+    add_process(parser, "compare")
     add_limits(parser)
     rename(parser, "--ranks", "a command: opintercept ranks RUN")
     rename(parser, "--align", "a command: opintercept why A B")
@@ -42,7 +43,7 @@ def command(arguments: argparse.Namespace) -> int:
     names = NameFilter(*filters, module_name, operator_name)
     select = None if filters == (None, None, None) else names
     with progress():
-        a, b = opened(arguments.a), opened(arguments.b)
+        a, b = (opened(path).matching(arguments.process) for path in (arguments.a, arguments.b))
         comparer = Comparer(a, b, arguments.rtol, arguments.atol, not arguments.no_tensors)
         worst = arguments.limit if arguments.json else 1  # text does not show them
         try:

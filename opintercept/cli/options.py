@@ -64,6 +64,12 @@ def add_filters(parser: argparse.ArgumentParser, verb: str, *names: str) -> None
         parser.add_argument(f"--{name}", **form | {"help": f"{verb} {form['help']}"})
 
 
+def add_process(parser: argparse.ArgumentParser, verb: str) -> None:
+    """Add the choice of processes; `verb` says what the command does with them."""
+    text = f"{verb} only processes whose name matches, such as 'EngineCore*' or main, of a program that has several"
+    parser.add_argument("--process", metavar="GLOB", help=text)
+
+
 def add_result(parser: argparse.ArgumentParser, equal: str) -> None:
     """Add what a comparison takes for its output; `equal` says when it exits with 0."""
     parser.add_argument("--limit", metavar="N", type=count, default=20, help="rows of each table (default 20)")

@@ -6,6 +6,7 @@ import argparse
 import os
 
 from opintercept.cli.confined import add_limits, opened
+from opintercept.cli.options import add_process
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -13,6 +14,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="folder of the run")
     parser.add_argument("other", metavar="OTHER", nargs="?", help="folder of a second run to compare with")
     parser.add_argument("-o", "--out", default="report.html", help="file to write (default report.html)")
+    add_process(parser, "show")
     add_limits(parser)
 
 
@@ -22,8 +24,8 @@ def command(arguments: argparse.Namespace) -> int:
     from opintercept.runs.report import page
 
     with progress():
-        run = opened(arguments.run)
-        other = None if arguments.other is None else opened(arguments.other)
+        run = opened(arguments.run).matching(arguments.process)
+        other = None if arguments.other is None else opened(arguments.other).matching(arguments.process)
         page.write(arguments.out, run, other)
     print(f"{arguments.out}: {os.path.getsize(arguments.out) / 1e6:.1f} MB")
     return 0

@@ -7,7 +7,7 @@ import os
 
 from opintercept._core.text import amount
 from opintercept.cli.confined import add_limits, opened
-from opintercept.cli.options import add_result
+from opintercept.cli.options import add_process, add_result
 from opintercept.cli.terminal.output import print_result
 from opintercept.cli.terminal.progress import progress
 from opintercept.runs.why.why import why
@@ -19,12 +19,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("b", help="folder of the other run, recorded likewise")
     parser.add_argument("-o", "--out", metavar="FILE", help="also write an HTML page about the answer")
     add_result(parser, "nothing differs by more than rounding, up to the results of the programs")
+    add_process(parser, "compare")
     add_limits(parser)
 
 
 def command(arguments: argparse.Namespace) -> int:
     """Say what differs."""
-    a, b = opened(arguments.a), opened(arguments.b)
+    a, b = (opened(path).matching(arguments.process) for path in (arguments.a, arguments.b))
     with progress():
         found = why(a, b)
     status = print_result(found, arguments.json, arguments.limit)

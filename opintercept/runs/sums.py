@@ -197,10 +197,15 @@ def nonfinite(columns: Columns, start: int, chunk: Arrays, *, outputs: bool = Fa
 
 
 class EarliestCall:
-    """The first of some calls by step and index, over all processes; `call` is None if there was none."""
+    """The first of some calls, over all processes; `call` is None if there was none.
 
-    def __init__(self) -> None:
+    Args:
+        place: What puts calls of several processes in one order, see `Run.place`.
+    """
+
+    def __init__(self, place: Callable[[StoredCall], tuple[int, ...]]) -> None:
         self.call: StoredCall | None = None
+        self._place = place
 
     def add(self, columns: Columns, start: int, chunk: Arrays, rows: Array) -> None:
         """Add those calls of a chunk that `rows` marks."""
@@ -208,7 +213,7 @@ class EarliestCall:
         if len(numbers):
             first = np.lexsort((chunk["index"][numbers], chunk["step"][numbers]))[:1]
             (call,) = columns.calls_at(numbers[first] + start, given=False)
-            self.call = call if self.call is None else min(self.call, call, key=lambda each: each.place)
+            self.call = call if self.call is None else min(self.call, call, key=self._place)
 
 
 def first_output(signature: CallSignature) -> tuple[float, bool]:

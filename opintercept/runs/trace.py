@@ -153,7 +153,7 @@ class _Process:
     def events(self, pid: int, base: int, run: Run) -> Iterator[Event]:
         """The events of the process. Slices come before those that lie in them."""
         info = run.infos[self._rank]
-        name = f"opintercept rank {self._rank}: {' '.join(info.argv)}"[:200]
+        name = f"opintercept {run.title(self._rank)}: {' '.join(info.argv)}"[:200]
         yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
         for thread in np.unique(self.threads).tolist():
             yield {"ph": "M", "pid": pid, "tid": thread, "name": "thread_name", "args": {"name": f"thread {thread}"}}

@@ -15,14 +15,14 @@ from opintercept._reports.calls import OpenedRun
 from opintercept._reports.filters import Choice, NameFilter
 from opintercept._reports.text import BARS
 from opintercept._reports.views import show_calls, show_groups, show_steps
-from opintercept.cli.options import add_filters, count, rename
+from opintercept.cli.options import add_filters, add_process, count, rename
 from opintercept.cli.show.data import head_of, write_csv, write_json
 from opintercept.cli.terminal.output import can_print, print_parts
 from opintercept.cli.terminal.progress import progress
 from opintercept.runs import open_run
 from opintercept.runs.store.run import is_run
 
-_KEYS = ("module", "op", "phase", "shape", "dtype", "step", "rank", "source", "run")
+_KEYS = ("module", "op", "phase", "shape", "dtype", "step", "rank", "process", "source", "run")
 _SORTS = ("time", "flops", "rate", "calls", "nonfinite", "max", "min", "index", "module", "op")
 _ROWS = 40  # of text, by default
 _STEPS = 1000  # rows of `--by step` in JSON and CSV, by default
@@ -46,6 +46,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_filters(parser, "show", "op", "module", "phase", "steps")
     rename(parser, "--step", "--steps")
     parser.add_argument("--rank", type=int, help="show only the calls of this process")
+    add_process(parser, "show")
     parser.add_argument(
         "--nonfinite", action="store_true", help="show only calls with NaN or Inf in an operand or output"
     )
@@ -74,7 +75,7 @@ def _limit(text: str) -> int | None:
 def command(arguments: argparse.Namespace) -> int:
     """Print groups of calls, single calls, or figures over steps."""
     with progress():
-        opened = list(_opened(arguments.run))
+        opened = [OpenedRun(name, run.matching(arguments.process)) for name, run in _opened(arguments.run)]
     runs = [run for _, run in opened]
     if arguments.rank is not None and all(arguments.rank not in run.ranks for run in runs):
         ranks = sorted({rank for run in runs for rank in run.ranks})

@@ -31,7 +31,9 @@ def head_of(opened: list[OpenedRun], heads: list[Row]) -> Row:
 
 
 def _about(run: Run) -> Row:
-    return {"path": str(run.path), "ranks": {str(rank): info.as_dict() for rank, info in run.infos.items()}}
+    return {"path": str(run.path), "ranks": {str(rank): info.as_dict() for rank, info in run.infos.items()}} | (
+        {"processes": {str(rank): title for rank, title in run.titles.items()}} if run.titles else {}
+    )
 
 
 def write_csv(rows: Iterable[Row], columns: Iterable[str]) -> None:

@@ -16,6 +16,7 @@ from opintercept._core.record import CallRecord
 from opintercept._core.text import counted
 from opintercept.runs.compare.result import Difference
 from opintercept.runs.compare.values import Comparer
+from opintercept.runs.store import processes
 from opintercept.runs.store.run import Run
 from opintercept.runs.why.answer import Answer
 
@@ -40,8 +41,9 @@ def diff(
     Two calls are counterparts if they have the same module, operator, phase, `grad_of` and number among the calls that
     share these. For the calls left over, the recorded operands, steps and shapes decide. A module that only one run has
     is then paired with one that makes the same products in the same order: `torch.compile` runs all modules as one.
-    Runs of several processes are compared rank by rank, and a rank that only one of them has makes them differ. The
-    process of a run with only one is compared with each process of the other run.
+    Runs of several processes are compared rank by rank, or by the names of the processes and the order of their birth,
+    and a process that only one of them has makes them differ. The process of a run with only one is compared with each
+    process of the other run.
 
     What happens between two products is not recorded. An operand that differs can therefore come from any differing
     call before it, and counts as `"inherited"`. It counts as changed if no call before it in its process differs, if
@@ -130,6 +132,8 @@ def _rank_pairs(a: Run, b: Run) -> list[tuple[int | None, int | None]]:
         return [(a.ranks[0], rank) for rank in b.ranks]
     if b.alone:
         return [(rank, b.ranks[0]) for rank in a.ranks]
+    if a.titles or b.titles:
+        return processes.pairs(a.infos, b.infos, (a.titles, b.titles))
     in_a, in_b = set(a.ranks), set(b.ranks)
     return [(rank if rank in in_a else None, rank if rank in in_b else None) for rank in sorted(in_a | in_b)]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from opintercept._core.record import Plain
 from opintercept._core.tables import Marked, Part, Table
-from opintercept._core.text import duration, listed
+from opintercept._core.text import duration, listed, printable
 from opintercept.runs.compare.difference import KINDS, Absent, CallDifference, Kind, ModuleDifference, Unmatched
 from opintercept.runs.compare.pairing import Pairing
 from opintercept.runs.compare.text import (
@@ -99,7 +99,11 @@ class Difference(Plain, Table):
         if self.settings:
             yield from ("", settings_table(self.settings))
         if self.ranks not in ((), ((0, 0),)):
-            yield from ("", f"ranks compared, A with B: {listed([f'{a} with {b}' for a, b in self.ranks], 8)}")
+            what = "processes" if self.a.titles or self.b.titles else "ranks"
+            titles = self.a.titles, self.b.titles
+            named = [[of.get(rank, rank) for of, rank in zip(titles, pair, strict=True)] for pair in self.ranks]
+            shown = listed([f"{a} with {b}" for a, b in named], 8)
+            yield from ("", f"{what} compared, A with B: {printable(shown)}")
         yield ""
         yield from absent_lines(self.absent, self.a, self.b)
         yield from self._counts()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from opintercept._core.tables import Cells, Marked, Part
@@ -66,16 +66,20 @@ def absent_lines(absent: Sequence[Absent], a: RunHead, b: RunHead) -> Iterator[s
                 calls = sum(each.calls for each in found)
                 compared = f"{counted(calls, 'call')} of {other} {'was' if calls == 1 else 'were'} not compared"
                 what = ("has no calls", "have no calls") if empty else _MISSING
-                yield f"{_ranks(ranks, *what)} in {name}: {compared}"
+                titles = (a if (run == "a") is empty else b).titles  # of the run that has a folder for them
+                yield f"{_ranks(ranks, titles, *what)} in {name}: {compared}"
     for name, side in (("A", a), ("B", b)):
         expected = range(min(side.info.world_size, 1 << 16))
         named = {*side.ranks, *(each.rank for each in absent if each.run == name.lower())}
-        lost = [] if side.alone else [rank for rank in expected if rank not in named]
+        lost = [] if side.alone or side.titles else [rank for rank in expected if rank not in named]
         if lost:
-            yield f"{_ranks(lost, *_MISSING)} in {name}, which had {side.info.world_size:,} processes"
+            yield f"{_ranks(lost, {}, *_MISSING)} in {name}, which had {side.info.world_size:,} processes"
 
 
-def _ranks(ranks: list[int], one: str, several: str) -> str:
+def _ranks(ranks: list[int], titles: Mapping[int, str], one: str, several: str) -> str:
+    if titles:
+        names = printable(listed([titles.get(rank, str(rank)) for rank in ranks]))
+        return f"process {names} {one}" if len(ranks) == 1 else f"processes {names} {several}"
     return f"rank {ranks[0]} {one}" if len(ranks) == 1 else f"ranks {listed(ranks)} {several}"
 
 

@@ -51,7 +51,7 @@ def panels_of(run: Run, cells: int = CELLS) -> tuple[dict[str, Any], HeatMap]:
     """The panels of a run as plain data, and its map, which has so many cells at most."""
     info = run.info
     heat = HeatMap(cells, replayable=info.tensors == "full")
-    earliest, matmuls, histograms = EarliestCall(), MatmulTable(), Histograms()
+    earliest, matmuls, histograms = EarliestCall(run.place), MatmulTable(), Histograms()
     for rank in run.ranks:
         _add_up(run.columns(rank), earliest, heat, matmuls, histograms)
     path = str(run.path)

@@ -47,7 +47,7 @@ def why(a: Run, b: Run) -> Answer:
         raise needs("comparing programs", "torch, numpy and safetensors", "'opintercept[cli]'") from missing
     whole = {name: _has_operators(run) for name, run in (("A", a), ("B", b))}
     replayed = whole["A"] and (whole["B"] or not has_codes(b))  # whose scales are not known
-    answer = judged(a, b) if replayed else judged_products(a, b)
+    answer = judged(_busiest(a), _busiest(b)) if replayed else judged_products(a, b)
     if answer.verdict == "not compared" and not all(whole.values()):
         with suppress(OpInterceptError):  # which joins parts of weights, too
             answer, replayed = judged_products(a, b), False
@@ -57,7 +57,7 @@ def why(a: Run, b: Run) -> Answer:
             "inputs, with `opintercept run --why`"
         )
     alone = [
-        f"only rank {run.ranks[0]} of the {len(run.ranks)} of {name} was compared"
+        f"only {_busiest(run).title(_busiest(run).ranks[0])} of the {len(run.ranks)} of {name} was compared"
         for name, run in (("A", a), ("B", b))
         if replayed and len(run.ranks) > 1
     ]
@@ -67,6 +67,11 @@ def why(a: Run, b: Run) -> Answer:
         of = " and ".join(lacking)
         alone.append(f"only products were recorded of {of}{rest}; `opintercept run --why` records all operators")
     return replace(answer, notes=(*answer.notes, *alone))
+
+
+def _busiest(run: Run) -> Run:
+    """The run of the process with most calls, if its processes are no ranks, of which all do the same."""
+    return run.only([max(run.ranks, key=lambda rank: len(run.columns(rank)))]) if run.titles else run
 
 
 def _has_operators(run: Run) -> bool:
