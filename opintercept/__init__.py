@@ -78,6 +78,10 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
+    from opintercept._core.after_import import torch_first
+
+    if home.startswith(("_blocks", "_engines", "_ops")):
+        torch_first()
     value = import_module(f"opintercept.{home}").__dict__[name] if home else import_module(f"opintercept.{name}")
     globals()[name] = value
     return value

@@ -78,3 +78,12 @@ class AfterImport:
                 self._then(name)
 
         loader.exec_module = exec_module
+
+
+def torch_first() -> None:
+    """Import torch before a file of ours that would, where `opintercept run` waits for it.
+
+    What waits imports the same file, which must not be half imported by then.
+    """
+    if "torch" not in sys.modules and any(isinstance(finder, AfterImport) for finder in sys.meta_path):
+        import torch  # noqa: F401

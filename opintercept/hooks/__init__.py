@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from opintercept._core.after_import import torch_first
+
 if TYPE_CHECKING:
     from opintercept.hooks._when import when as when
     from opintercept.hooks.attention import AttentionCall as AttentionCall
@@ -72,6 +74,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
+    torch_first()
     value = globals()[name] = vars(import_module(f"{__name__}.{_HOMES[name]}"))[name]
     return value
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from opintercept._core.after_import import torch_first
 from opintercept._core.errors import needs
 from opintercept.runs.compare.diff import diff as diff
 from opintercept.runs.compare.result import Difference as Difference
@@ -55,6 +56,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
     from importlib import import_module
 
+    torch_first()
     try:
         value = globals()[name] = vars(import_module(f"{__name__}.{_LATER[name]}"))[name]
     except ModuleNotFoundError as missing:

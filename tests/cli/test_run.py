@@ -814,3 +814,18 @@ def test_each_rank_records_a_folder_and_rank_0_reports(tmp_path: Path) -> None:
     run = runs.open_run(tmp_path / "run")
     assert {rank: len(list(run.calls(rank))) for rank in run.ranks} == {0: 1, 1: 2}
     assert all(info.finished for info in run.infos.values())
+
+
+@pytest.mark.parametrize("name", ["intercept", "hooks.Recorder", "runs.RunRecorder"])
+def test_a_program_may_import_torch_by_a_name_of_ours(name: str, tmp_path: Path) -> None:
+    program = f"""
+        from opintercept import hooks, runs
+        import opintercept
+        found = opintercept.{name}
+        import torch
+        torch.ones(2, 3) @ torch.ones(3, 4)
+        print(found.__name__)
+    """
+    status, out, err = ends(start(tmp_path, *OURS, script(tmp_path, program)))
+    assert (status, out) == (0, f"{name.rpartition('.')[2]}\n")
+    assert err.startswith("opintercept: 1 call, ")
