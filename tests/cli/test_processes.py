@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from processes import Program
 
 from opintercept import runs
 from opintercept.cli.run.family import VARIABLE, can_follow
@@ -33,6 +35,13 @@ WORK = """
             function(*given)
         return n
 """
+
+
+def quick(folder: Path, program: str, *options: str) -> Program:
+    """Start `opintercept run --out run` on a program where torch has been imported, which saves seconds."""
+    (folder / "counted").mkdir(exist_ok=True)
+    (folder / "program.py").write_text(textwrap.dedent(WORK) + textwrap.dedent(program))
+    return Program(["-m", "opintercept", "run", "--out", "run", *options, "program.py"], cwd=folder)
 
 
 def test_the_environment_has_the_file_by_which_children_are_followed() -> None:
@@ -314,12 +323,10 @@ def test_no_children_leaves_them_out(tmp_path: Path) -> None:
             work(3)
             sys.exit()
         os.wait()
-        subprocess.run([sys.executable, "-c", "from program import work; work(1)"], check=True)
+        subprocess.run([sys.executable, "-c", "import torch; torch.ones(1, 1) @ torch.ones(1, 1)"], check=True)
     """
-    err = run(tmp_path, program.replace("work(2)", "if __name__ != '__main__': raise SystemExit\\n        work(2)")
-              .replace("from program import work; work(1)", "import torch; torch.ones(1, 1) @ torch.ones(1, 1)"),
-              "--no-children")  # fmt: skip
-    assert [len(list(runs.open_run(tmp_path / "run").calls()))] == [2]
+    err = run(tmp_path, program, "--no-children")
+    assert len(list(runs.open_run(tmp_path / "run").calls())) == 2
     assert "; child processes are not watched, since --no-children was given" in err
     assert not [entry.name for entry in (tmp_path / "run").iterdir() if entry.is_dir()]
 
@@ -376,3 +383,135 @@ def test_every_option_reaches_the_children(tmp_path: Path) -> None:
     assert [call.record.op for call in opened.calls()] == ["aten::relu"] * 4
     assert opened.info.tensors == "full"
     assert "not finite" not in err
+
+
+def test_a_hundred_children_at_once(tmp_path: Path) -> None:
+    program = """
+        import torch
+        for n in range(100):
+            if not os.fork():
+                work(n % 3 + 1)
+                sys.exit()
+        for n in range(100):
+            os.wait()
+    """
+    with quick(tmp_path, program) as done:
+        assert done.wait() == 0
+    assert recorded(tmp_path) == counted(tmp_path)
+    assert len(counted(tmp_path)) == 100
+    assert "of 100 processes, " in done.stderr.splitlines()[-1]
+    assert "... and 80 more processes; --limit 100 shows them" in done.stderr
+
+
+LOST = """
+    import signal, torch
+    def child(n, end):
+        pid = os.fork()
+        if not pid:
+            work(n)
+            time.sleep(0.5)  # it is written meanwhile
+            end()
+        return pid
+    pids = [
+        child(1, lambda: os._exit(0)),
+        child(2, lambda: os.kill(os.getpid(), signal.SIGKILL)),
+        child(3, lambda: os.execv(sys.executable, [sys.executable, "-S", "-c", "pass"])),
+        child(4, sys.exit),
+    ]
+    for pid in pids:
+        os.waitpid(pid, 0)
+    print(*pids)
+"""
+
+
+def test_processes_that_did_not_end_by_themselves_are_named_and_keep_their_calls(tmp_path: Path) -> None:
+    with quick(tmp_path, LOST) as done:
+        assert done.wait() == 0
+    assert recorded(tmp_path) == counted(tmp_path)
+    pids = [*map(int, done.stdout.split())]
+    (line,) = [line for line in done.stderr.splitlines() if "did not end" in line]
+    assert line.startswith("3 processes did not end by themselves, or still run: ")
+    assert {int(name.rpartition("-")[2]) for name in line.partition(": ")[2].split(", ")} == {*pids[:3]}
+    infos = runs.open_run(tmp_path / "run").infos.values()
+    assert sorted(int(i.member["pid"]) for i in infos if i.member and not i.finished) == sorted(pids[:3])
+
+
+def test_children_that_outlive_the_first_process_are_recorded_to_their_end(tmp_path: Path) -> None:
+    program = """
+        import torch
+        if not os.fork():
+            os.setsid()
+            if os.fork():
+                os._exit(0)
+            work(1)
+            while os.path.exists("running"):
+                time.sleep(0.01)
+            work(2)
+            sys.exit()
+        while not os.listdir("counted"):
+            time.sleep(0.01)
+    """
+    (tmp_path / "running").touch()
+    with quick(tmp_path, program) as done:
+        assert done.wait() == 0
+    assert "1 process did not end by itself, or still runs: program-" in done.stderr
+    (tmp_path / "running").unlink()
+    until = time.monotonic() + 60
+    while not finished(tmp_path):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert recorded(tmp_path) == counted(tmp_path)
+    assert [*counted(tmp_path).values()] == [3]
+
+
+def test_an_interrupt_of_all_processes_keeps_all_calls(tmp_path: Path) -> None:
+    program = """
+        import signal, torch
+        os.setpgrp()
+        def wait(n):
+            work(n)
+            signal.pause()
+        started = [multiprocessing.get_context("fork").Process(target=wait, args=(n,)) for n in (1, 2)]
+        for process in started:
+            process.start()
+        if not os.fork():
+            wait(3)
+        work(4)
+        while len(os.listdir("counted")) < 4:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        print("ready", flush=True)
+        signal.pause()
+    """
+    process = quick(tmp_path, program)
+    with process:
+        process.says("ready\n")
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait() == -signal.SIGINT
+    assert process.stderr.count("KeyboardInterrupt\n") == 4
+    until = time.monotonic() + 60
+    while not finished(tmp_path):  # the fork is not waited for
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    got = recorded(tmp_path)
+    assert sorted(got.values()) == [1, 2, 3, 4]
+    assert got.pop(0) == 4
+
+
+def test_a_child_that_cannot_write_goes_on_and_says_so(tmp_path: Path) -> None:
+    program = """
+        import resource, torch
+        for most in (200, 6000):  # bytes of a file, of which `run.json` has more, or the records
+            if not os.fork():
+                resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))  # as on a full disk
+                for _ in range(100):
+                    torch.ones(2, 3) @ torch.ones(3, 4)
+                print("goes on", flush=True)
+                sys.exit()
+            print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+    """
+    with quick(tmp_path, program) as done:
+        assert done.wait() == 0
+    assert done.stdout == "goes on\n0\n" * 2
+    assert "are not recorded: " in done.stderr
+    assert done.stderr.count("OpInterceptWarning: ") == 2

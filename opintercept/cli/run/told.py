@@ -67,8 +67,9 @@ def whole_summary(
     if len(told) > chosen.limit:
         yield f"... and {len(told) - chosen.limit} more processes; --limit {len(told)} shows them"
     if lost := [child.name for child in told if not child.ended]:
-        names = f"{listed(list(map(printable, lost)), _NAMES)}"
-        yield f"{counted(len(lost), 'process')} did not end by itself, or still runs: {names}"
+        names = listed(list(map(printable, lost)), _NAMES)
+        what = "did not end by itself, or still runs" if len(lost) == 1 else "did not end by themselves, or still run"
+        yield f"{counted(len(lost), 'process')} {what}: {names}"
     if chosen.out is not None:
         yield from _recorded(hooks, chosen, failed, bool(told))
     if hooks is not None and (chosen.engine, chosen.level) == ("auto", "dispatch"):
