@@ -6,14 +6,18 @@ Must import nothing that a starting Python has not imported anyway.
 
 from __future__ import annotations
 
+import os
+
 from opintercept._core.after_import import AfterImport
+
+_process = os.getpid()
 
 
 def _begin(_: str) -> None:
     waiting.end()
     from opintercept.cli.run.follow import follow
 
-    follow()
+    follow(forked=os.getpid() != _process)
 
 
 waiting = AfterImport("torch".__eq__, _begin)

@@ -515,3 +515,67 @@ def test_a_child_that_cannot_write_goes_on_and_says_so(tmp_path: Path) -> None:
     assert done.stdout == "goes on\n0\n" * 2
     assert "are not recorded: " in done.stderr
     assert done.stderr.count("OpInterceptWarning: ") == 2
+
+
+@pytest.mark.parametrize("how", ["fork", "forkserver", "spawn"])
+def test_threads_that_outlive_the_function_of_a_process_are_recorded(how: str, tmp_path: Path) -> None:
+    program = f"""
+        import threading
+
+        def late():
+            time.sleep(0.3)
+            work(2)
+
+        def begin():
+            work(1)
+            threading.Thread(target=late).start()
+
+        if __name__ == "__main__":
+            import torch
+            process = multiprocessing.get_context({how!r}).Process(target=begin)
+            process.start()
+            process.join()
+    """
+    with quick(tmp_path, program) as done:
+        assert done.wait() == 0
+    assert recorded(tmp_path) == counted(tmp_path)
+    assert [*counted(tmp_path).values()] == [3]
+    assert finished(tmp_path)
+
+
+def test_a_fork_of_a_process_that_has_children_ends_by_itself(tmp_path: Path) -> None:
+    program = """
+        def top():
+            below = multiprocessing.get_context("fork").Process(target=time.sleep, args=(0.3,))
+            below.start()
+            if not os.fork():
+                work(2)
+                sys.exit(3)  # `multiprocessing` fails to join the process of another one
+            os.wait()
+            below.join()
+
+        import torch
+        process = multiprocessing.get_context("fork").Process(target=top)
+        process.start()
+        process.join()
+    """
+    with quick(tmp_path, program) as done:
+        assert done.wait() == 0
+    assert recorded(tmp_path) == counted(tmp_path)
+    assert [*counted(tmp_path).values()] == [2]
+    assert finished(tmp_path)
+
+
+def test_a_child_of_another_version_says_that_it_is_not_watched(tmp_path: Path) -> None:
+    program = """
+        import json
+        family = json.loads(os.environ["OPINTERCEPT_RUN"])
+        for changed in (json.dumps(family | {"version": "0.0"}), "{}", "no JSON"):
+            os.environ["OPINTERCEPT_RUN"] = changed
+            subprocess.run([sys.executable, "-c", "import torch; torch.ones(1, 1) @ torch.ones(1, 1)"], check=True)
+    """
+    err = run(tmp_path, program)
+    assert err.count("and is not watched") == 1
+    assert " instead of 0.0, and is not watched\n" in err
+    assert "Traceback" not in err
+    assert not (tmp_path / "run").exists()

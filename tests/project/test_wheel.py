@@ -43,7 +43,8 @@ def contents(folder: Path) -> tuple[str, list[str], str]:
         names = wheel.namelist()
         (about,) = (name for name in names if name.endswith(".dist-info/WHEEL"))
         libraries = [name for name in names if name.startswith("opintercept/_native/libraries/")]
-        assert {"opintercept/_native/values.cpp", "opintercept/_engines/compiled/kernels.cpp"} <= set(names)
+        sources = {"opintercept/_native/values.cpp", "opintercept/_engines/compiled/kernels.cpp"}
+        assert sources | {"opintercept.pth"} <= set(names)
         return path.stem.split("-", 2)[2], libraries, wheel.read(about).decode()
 
 
@@ -66,13 +67,17 @@ def test_a_wheel_is_pure_python_unless_it_is_asked_for_more_and_its_extra_has_wh
     installed = subprocess.run(install, capture_output=True, text=True, env=plain, check=False)
     assert (installed.returncode, "does not provide" in installed.stderr) == (0, False), installed.stderr
     (tmp_path / "small.py").write_text("import torch\ntorch.ones(2, 3) @ torch.ones(3, 4)\n")
+    (tmp_path / "parent.py").write_text("import subprocess, sys\nsubprocess.run([sys.executable, *sys.argv[1:]])\n")
     runs = f"""
         "{environment}/bin/opintercept" run --out a small.py &&
+        "{environment}/bin/opintercept" run -q --out b parent.py -I small.py &&
+        ls b &&
         "{environment}/bin/opintercept" report a -o report.html &&
         "{python}" -c "import opintercept; print(opintercept.__file__)"
     """
     done = subprocess.run(["sh", "-c", runs], capture_output=True, text=True, cwd=tmp_path, env=plain, check=False)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("small-")  # the folder of the child
     assert done.stdout.splitlines()[-1] == str(site / "opintercept/__init__.py")
     assert (tmp_path / "report.html").stat().st_size > 10_000
 

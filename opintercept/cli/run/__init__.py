@@ -120,6 +120,7 @@ def command(arguments: argparse.Namespace) -> Callable[[], int]:
         arguments.out = os.path.abspath(arguments.out)  # the program may change its directory
         make_room(arguments)
     program = prepare(name, rest, module=arguments.module_name)
+    Family.leave()
     watch = ProgramWatch(arguments, Family.begin(arguments) if arguments.children else None)
 
     def begin(_: str) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from opintercept._core.errors import OpInterceptError
+from opintercept._core.version import __version__
 from opintercept.runs.record.claim import check_free
 from opintercept.runs.store.run import is_run
 
@@ -31,6 +32,7 @@ class Family(NamedTuple):
     program: str  # tells it from other programs
     folder: str  # where each child makes a folder: that of the run, or a temporary one
     pid: int  # of the process that began
+    version: str  # of opintercept there, whose options may be others
     options: dict[str, Any]
 
     @classmethod
@@ -40,7 +42,7 @@ class Family(NamedTuple):
         options = {name: value for name, value in vars(arguments).items() if name != "program"}
         if arguments.steps is not None:
             options["steps"] = [arguments.steps.start, arguments.steps.stop]
-        family = cls(uuid.uuid4().hex[:16], folder, os.getpid(), options)
+        family = cls(uuid.uuid4().hex[:16], folder, os.getpid(), __version__, options)
         os.environ[VARIABLE] = json.dumps(family._asdict())
         return family
 
@@ -51,6 +53,11 @@ class Family(NamedTuple):
             return cls(**json.loads(os.environ[VARIABLE]))
         except (KeyError, TypeError, ValueError):
             return None
+
+    @staticmethod
+    def leave() -> None:
+        """Let no child of this process follow the family that this process may have been started in."""
+        os.environ.pop(VARIABLE, None)
 
     def arguments(self) -> argparse.Namespace:
         """The options, as they were given to `opintercept run`."""

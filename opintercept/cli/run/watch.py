@@ -12,19 +12,20 @@ import contextlib
 import os
 import sys
 import threading
-import weakref
 from typing import TYPE_CHECKING, Any
 
 # `exits` comes before `end` is registered, so that `end` runs before it and leaves these blocks with their error.
 from opintercept._core import exits  # noqa: F401
 from opintercept._core.errors import OpInterceptError, OpInterceptWarning
 from opintercept.cli import UNUSABLE
+from opintercept.cli.run.exits import before_exit
 from opintercept.cli.run.family import Family
 from opintercept.cli.run.hooks import ChosenHooks, Stop
 from opintercept.cli.run.member import Member
+from opintercept.cli.run.steps import count_steps
 from opintercept.cli.run.told import tell, whole_summary
 from opintercept.cli.terminal.progress import write
-from opintercept.runs.store.run import INFO
+from opintercept.runs.store.run import is_run
 
 if TYPE_CHECKING:
     from opintercept.hooks.nonfinite import Finding
@@ -37,12 +38,15 @@ class ProgramWatch:
         arguments: The options.
         family: The processes of the program; None to leave out its children.
         child: Whether another process has started this one.
+        forked: Whether the process may end as forks of `multiprocessing` do.
 
     Attributes:
         error: What ended the program.
     """
 
-    def __init__(self, arguments: argparse.Namespace, family: Family | None, *, child: bool = False) -> None:
+    def __init__(
+        self, arguments: argparse.Namespace, family: Family | None, *, child: bool = False, forked: bool = False
+    ) -> None:
         self.error: BaseException | None = None
         self._arguments = arguments
         self._family = family
@@ -52,6 +56,7 @@ class ProgramWatch:
         self._stderr = sys.stderr  # the program may replace sys.stderr
         self._process = os.getpid()
         self._entered_by = 0
+        self._forked = forked
         self._prepared = self._over = False
 
     def begin(self) -> None:
@@ -59,7 +64,7 @@ class ProgramWatch:
         if os.getpid() != self._process:  # a forked child, before or after its parent has imported torch
             if self._family is None or self._over:
                 return
-            self._process, self.error = os.getpid(), None
+            self._process, self._forked, self.error = os.getpid(), True, None
             self._member = Member(self._family, child=True)
         self._entered, self._entered_by = [], threading.get_ident()
         try:
@@ -80,25 +85,23 @@ class ProgramWatch:
             atexit.unregister(self.end)
             raise SystemExit(UNUSABLE) from None
         if self._member.child:
-            self._hooks.tally.first = self._began
+            self._hooks.tally.first = self._called
         elif self._arguments.flight is None:
             self._hide_from_git()
         if not self._prepared:
             self._prepared = True
             os.register_at_fork(after_in_child=self.begin)
-            self._count_steps()
+            count_steps(lambda: self._entered)
 
-    def _began(self) -> None:
-        """Make the folder of a child, at its first call, and have `multiprocessing` end what it would not end."""
-        from multiprocessing.util import Finalize
-
-        if self._member.folder() is not None:
-            Finalize(None, self.end, exitpriority=-sys.maxsize)  # a `Process` ends with os._exit
+    def _called(self) -> None:
+        """Make the folder of a child, at its first call."""
+        if self._member.folder() is not None and self._forked:
+            before_exit(self.end)
 
     def _hide_from_git(self) -> None:
         """Put a `.gitignore` into the folder of the run, if there is one: with `--flight`, only a failure makes it."""
         out = self._arguments.out
-        if out is not None and any(os.path.exists(os.path.join(out, *rank, INFO)) for rank in ((), ("rank0",))):
+        if out is not None and is_run(out):
             with contextlib.suppress(OSError), open(os.path.join(out, ".gitignore"), "x") as file:
                 file.write("*\n")
 
@@ -169,22 +172,3 @@ class ProgramWatch:
                 pass
             except OpInterceptWarning as warning:  # the program turns warnings into errors
                 write(self._stderr, f"opintercept run: {warning}\n")
-
-    def _count_steps(self) -> None:
-        """End a step after each step of the optimizer that steps first; further optimizers do not count."""
-        import torch
-        from torch.optim.optimizer import register_optimizer_step_post_hook
-
-        first: Any = None
-
-        def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
-            nonlocal first
-            if torch.compiler.is_compiling():
-                return
-            if first is None or first() is None:
-                first = weakref.ref(optimizer)
-            if first() is optimizer:
-                for block in self._entered:
-                    block.step()
-
-        register_optimizer_step_post_hook(stepped)

@@ -65,7 +65,7 @@ def diff_ranks(run: Run, *, limit: int = 100) -> RankDifference:
     except ImportError as missing:
         raise needs("comparing ranks", "numpy", "'opintercept[cli]'") from missing
     if run.titles:  # a program with other processes, too
-        run = run.only([number for number, info in run.infos.items() if info.world_size > 1 and info.rank == number])
+        run = run.only([rank for rank, title in run.titles.items() if title == f"rank{rank}"])
     if len(run.ranks) < 2:
         raise OpInterceptError(
             f"comparing ranks needs a run of several, got one rank in {str(run.path)!r}; record a run under torchrun, "

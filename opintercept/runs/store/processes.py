@@ -26,11 +26,10 @@ def of_one_program(infos: Mapping[str, RunInfo]) -> list[str]:
 def numbered(infos: Mapping[str, RunInfo]) -> dict[int, str]:
     """The names by number: a process that is a rank has its rank, and the others follow in the order of their birth.
 
-    Ranks of several groups have no rank in common, and count as others.
+    Ranks of several groups count as others.
     """
-    found = {info.rank: name for name, info in infos.items() if info.world_size > 1}
-    ranked = [info for info in infos.values() if info.world_size > 1]
-    if len(found) < len(ranked) or len({info.world_size for info in ranked}) > 1:
+    found = {info.rank: name for name, info in infos.items() if info.world_size > 1 and name == f"rank{info.rank}"}
+    if len({infos[name].world_size for name in found.values()}) > 1:
         found = {}
     free = itertools.count(max(found, default=-1) + 1)
     others = sorted((name for name in infos if name not in found.values()), key=lambda name: _born(infos[name]))
@@ -40,8 +39,7 @@ def numbered(infos: Mapping[str, RunInfo]) -> dict[int, str]:
 def titles(numbers: Mapping[int, str], infos: Mapping[str, RunInfo]) -> dict[int, str]:
     """What readers call the processes: the name that the program gives it, or its folder where several have that."""
     given = {number: _member(infos[name], "name") or name for number, name in numbers.items()}
-    ranked = {number for number, name in numbers.items() if infos[name].world_size > 1 and infos[name].rank == number}
-    given |= {number: f"rank{number}" for number in ranked}
+    given |= {number: name for number, name in numbers.items() if name == f"rank{number}"}
     times = Counter(given.values())
     return {number: title if times[title] == 1 else numbers[number] or "main" for number, title in given.items()}
 
@@ -66,9 +64,8 @@ def _keys(infos: Mapping[int, RunInfo], titles: Mapping[int, str]) -> dict[tuple
     times: Counter[str] = Counter()
     found = {}
     for number in sorted(infos, key=lambda number: (_born(infos[number]), number)):
-        info = infos[number]
-        ranked = info.world_size > 1 and info.rank == number
-        name = f"rank {info.rank}" if ranked else _member(info, "name") or titles.get(number, "main")
+        title = titles.get(number, f"rank{number}" if len(infos) > 1 else "main")
+        name = title if title == f"rank{number}" else _member(infos[number], "name") or title
         found[name, times[name]] = number
         times[name] += 1
     return found
