@@ -340,7 +340,10 @@ def test_sorted_calls_need_a_limit(run: str, capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--by", "module,color"], "unknown key 'color'; choose from module,op,phase,shape,dtype,step,rank,source,run"),
+        (
+            ["--by", "module,color"],
+            "unknown key 'color'; choose from module,op,phase,shape,dtype,step,rank,process,source,run",
+        ),
         (["--limit", "0"], "must be a whole number of at least 1, got '0'"),
         (["--steps", "3:b"], "must be a step or a range of steps such as 0:100, got '3:b'"),
         (["--json", "--csv"], "not allowed with argument"),
