@@ -193,15 +193,15 @@ def test_a_program_with_children_runs_as_a_plain_one(tmp_path: Path) -> None:
     assert got == (plain.stdout, plain.stderr, 7)
 
 
-def test_a_python_starts_as_fast_where_it_is_followed(tmp_path: Path) -> None:
-    """At most 5 ms later; the best of many starts counts, since other programs run on the machine."""
-    environments = {"plain": {}, "followed": {VARIABLE: "{}"}}
-    best = dict.fromkeys(environments, 1e9)
+def test_a_python_starts_as_fast_where_it_is_followed() -> None:
+    """At most 5 ms later, of the processor's time; the best of many starts, since other programs run on the machine."""
+    plain = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    best = {"plain": 1e9, "followed": 1e9}
     for _ in range(20):
-        for name, more in environments.items():
-            began = time.perf_counter()
-            subprocess.run([sys.executable, "-c", "pass"], env=os.environ | more, check=True)
-            best[name] = min(best[name], time.perf_counter() - began)
+        for name, more in {"plain": {}, "followed": {VARIABLE: "{}"}}.items():
+            pid = os.posix_spawn(sys.executable, [sys.executable, "-c", "pass"], plain | more)
+            used = os.wait4(pid, 0)[2]
+            best[name] = min(best[name], used.ru_utime + used.ru_stime)
     assert best["followed"] - best["plain"] < 0.005
 
 
