@@ -579,3 +579,46 @@ def test_a_child_of_another_version_says_that_it_is_not_watched(tmp_path: Path) 
     assert " instead of 0.0, and is not watched\n" in err
     assert "Traceback" not in err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_flight_recorder_keeps_the_last_calls_of_children_that_fail(tmp_path: Path) -> None:
+    program = """
+        import torch
+        def fail():
+            work(5)
+            raise ZeroDivisionError("on purpose")
+
+        for function in (fail, lambda: work(4)):
+            process = multiprocessing.get_context("fork").Process(target=function)
+            process.start()
+            process.join()
+            print(process.pid, process.exitcode)
+    """
+    with quick(tmp_path, program, "--flight", "3") as done:
+        assert done.wait() == 0
+    (failed, status), (_, well) = (line.split() for line in done.stdout.splitlines())
+    assert (status, well) == ("1", "0")
+    opened = runs.open_run(tmp_path / "run")
+    assert opened.titles == {0: "ForkProcess-1"}
+    assert opened.info.member is not None
+    assert opened.info.member["pid"] == failed
+    assert [call.record.index for call in opened.calls()] == [2, 3, 4]
+    assert sum(entry.is_dir() for entry in (tmp_path / "run").iterdir()) == 1
+    # Our frames are not in the traceback that multiprocessing prints.
+    assert "watch.py" not in done.stderr
+    assert 'raise ZeroDivisionError("on purpose")' in done.stderr
+
+
+def test_nothing_is_left_of_a_flight_recorder_where_all_end_well(tmp_path: Path) -> None:
+    program = """
+        import torch
+        work(1)
+        if not os.fork():
+            work(2)
+            sys.exit()
+        os.wait()
+    """
+    with quick(tmp_path, program, "--flight", "3") as done:
+        assert done.wait() == 0
+    assert not (tmp_path / "run").exists()
+    assert ": 2 calls, " in done.stderr

@@ -7,6 +7,7 @@ Must not import torch.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -20,7 +21,8 @@ from typing import Any, NamedTuple
 from opintercept._core.errors import OpInterceptError
 from opintercept._core.version import __version__
 from opintercept.runs.record.claim import check_free
-from opintercept.runs.store.run import is_run
+from opintercept.runs.store.processes import SUMMARY
+from opintercept.runs.store.run import INFO, is_run
 
 VARIABLE = "OPINTERCEPT_RUN"
 """As `opintercept.pth` has it."""
@@ -65,9 +67,17 @@ class Family(NamedTuple):
         return argparse.Namespace(**self.options | {"program": sys.argv, "steps": steps and range(*steps)})
 
     def end(self) -> None:
-        """Remove the temporary folder, where the first process ends."""
+        """Remove the temporary folder, or the folders of children that have recorded nothing, as with `--flight`."""
         if self.options["out"] is None:
             shutil.rmtree(self.folder, ignore_errors=True)
+            return
+        base = Path(self.folder)
+        with contextlib.suppress(OSError):
+            for folder in [entry for entry in base.iterdir() if entry.is_dir() and not (entry / INFO).exists()]:
+                with contextlib.suppress(OSError):
+                    (folder / SUMMARY).unlink(missing_ok=True)
+                    folder.rmdir()  # unless it has other files
+            base.rmdir()
 
 
 def make_room(arguments: argparse.Namespace) -> None:

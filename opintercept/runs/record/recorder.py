@@ -404,7 +404,7 @@ class RunRecorder:
                 stack.pop_all()
                 return claimed
             if self._info is None:
-                remove_run(self._folder, claimed=True)
+                remove_run(self._folder, claimed=True, alone=True)
             else:  # an exception has ended an earlier block, and the folder has its calls
                 write_info(self._folder, self._info, finished=True)
         if self._made:

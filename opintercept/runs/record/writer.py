@@ -446,9 +446,12 @@ def _stored_bytes(tensor: Any) -> int:
     return int(tensor.numel() * tensor.element_size() + 160 + 20 * tensor.dim())
 
 
-def remove_run(folder: Path, claimed: bool = False) -> None:
-    """Delete the files of a run, and nothing else; `claimed` says that the caller has a claim to the folder."""
-    inside = dict.fromkeys((*(entry for _, entry in rank_folders(folder)), *child_folders(folder)))
+def remove_run(folder: Path, claimed: bool = False, *, alone: bool = False) -> None:
+    """Delete the files of a run, and nothing else, or with `alone` those of the process that has the folder itself.
+
+    `claimed` says that the caller has a claim to the folder.
+    """
+    inside = () if alone else dict.fromkeys((*(entry for _, entry in rank_folders(folder)), *child_folders(folder)))
     parts = [part for part in (*inside, folder) if _is_run(part)]
     if not parts:
         raise _no_run(folder)
