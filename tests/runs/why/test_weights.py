@@ -62,6 +62,25 @@ def test_equal_rows_are_joined_in_their_order(tmp_path: Path) -> None:
     assert links.of_b == {0, 1}
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_too_short_to_tell_are_joined_in_their_order(seed: int, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weights = [torch.randn(n, k, generator=generator) for n, k in ((128, 32), (64, 2), (64, 2))]
+    scales = [each.abs().amax(1, keepdim=True) / 127 for each in weights]
+    others = [(each / scale).round() * scale for each, scale in zip(weights, scales, strict=True)]
+
+    def program(weights: list[torch.Tensor]) -> Callable[[], Any]:
+        return lambda: [torch.ones(3, each.shape[1]) @ each.mT for each in weights]
+
+    joining, _ = joined(tmp_path, program(weights), program(others))
+    for number, weight in enumerate(weights):
+        own = [each for each in joining.matches if each.a == number]
+        rows = [np.concatenate([getattr(each, name) for each in own]) for name in ("rows_a", "rows_b")]
+        assert {each.b for each in own} == {number}
+        assert np.array_equal(*rows)
+        assert sorted(rows[0].tolist()) == [*range(len(weight))]
+
+
 def permuted(w: torch.Tensor) -> torch.Tensor:
     return w[:, torch.randperm(32, generator=torch.Generator().manual_seed(1))].contiguous()
 

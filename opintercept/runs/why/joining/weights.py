@@ -35,7 +35,7 @@ _SAME = 0.9  # the least cosine of two rows that are the same
 _LIKELY = 0.5  # the largest error of what a packed weight gives
 _NEAR = 8  # calls between a product and those of low rank that are added to it
 _REST = 0.1  # what may remain of a difference once a low-rank product is added
-_SHORTEST = 16  # elements of a row that is found whatever their order: shorter ones have the same by chance
+_SHORTEST = 16  # elements that tell a row whatever their order, or some rows: fewer are the same by chance
 
 
 @dataclass(slots=True)
@@ -305,7 +305,8 @@ class Joining:
                 continue
             rows = self.a.rows(a)
             for b, (places, rows_b) in table.find(fingerprint(rows)[left], k, a).items():
-                if not (weight.sure or len(places) > _SAME * len(left)):
+                few = not weight.sure or len(places) * k < _SHORTEST
+                if few and len(places) <= _SAME * len(left):
                     continue
                 match = Match(a, b, left[places], rows_b, by, (0, k), (0, k))
                 if by == "permuted":
@@ -334,6 +335,8 @@ class Joining:
                         piece = rows[:, start : start + length]
                         cut = (start, start + length)
                         for other, (places, others) in table.find(fingerprints(piece), length, number).items():
+                            if len(places) * length < _SHORTEST:
+                                continue
                             found.append(_part(number, left[places], cut, other, others, swapped))
                             close = _close_rest(piece, places, parts.rows(other), others)
                             if close is not None:
@@ -408,16 +411,17 @@ class Joining:
         return {names[i] for i, cosine in zip(which.tolist(), value.tolist(), strict=True) if cosine > _ALIKE}
 
     def _close(self, a: int, b: int, left: Array, mine: torch.Tensor, theirs: torch.Tensor) -> Match | None:
+        """The rows that are alike: those of the same numbers, or if these are more, the most similar ones."""
         best, mutual = _mutual(mine @ theirs.T)
-        rows_a = left[mutual.numpy()]
-        rows_b = np.flatnonzero(self.b.weights[b].left)[best[mutual].numpy()]
-        one, other = self.a.rows(a)[rows_a].double(), self.b.rows(b)[rows_b].double()
-        cosine = torch.cosine_similarity(one, other, dim=1).numpy()
-        same = cosine > _SAME
-        if not same.any():
-            return None
-        k = self.a.weights[a].shape[2]
-        return Match(a, b, rows_a[same], rows_b[same], "values", (0, k), (0, k))
+        rows, own, k = np.flatnonzero(self.b.weights[b].left), self.a.rows(a), self.a.weights[a].shape[2]
+        both = np.intersect1d(left, rows)
+        found = []
+        for rows_a, rows_b in ((both, both), (left[mutual.numpy()], rows[best[mutual].numpy()])):
+            one, other = own[rows_a].double(), self.b.rows(b)[rows_b].double()
+            same = torch.cosine_similarity(one, other, dim=1).numpy() > _SAME
+            found.append(Match(a, b, rows_a[same], rows_b[same], "values", (0, k), (0, k)))
+        most = max(found, key=lambda match: len(match.rows_a))
+        return most if len(most.rows_a) else None
 
     def _add_rest(self) -> None:
         """Pair the rows that weights with most of their rows in common do not have in common, with the nearest."""
