@@ -9,6 +9,7 @@ from opintercept.runs.why.joining.rows import gaps_of, grid_of
 
 _HALF = 0.55  # of the distance of two levels that a rounded number may be off
 _SLACK = 1e-6  # of the largest number, which scales of their own may move
+_COARSEST = 1 / 7  # of the largest number of a row that a step of four bits is
 _VALUES = 256  # that numbers of eight bits have
 _STEPS = 127  # of eight bits from 0 to the largest number
 
@@ -34,7 +35,10 @@ def quantised(a: torch.Tensor, b: torch.Tensor) -> tuple[str, torch.Tensor]:
             if float(wrong.double().mean()) <= 0.25:
                 return str(dtype).removeprefix("torch."), wrong
     for levels, name in ((grid_of, "a grid of int8 or int4"), (gaps_of, "few levels")):
-        apart = levels(b)
+        apart, largest = levels(b), b.abs().amax(1, keepdim=True)
+        told = (apart / largest)[(apart > 0).all(1)]
+        if len(told):  # a row of one number tells no step, which may be that of others
+            apart = apart.maximum(largest * told.median().clamp_max(_COARSEST) * (b == b[:, :1]).all(1, keepdim=True))
         plain = (apart <= 0).any(1)  # as where a row is 0 in both
         wrong = (plain & off.any(1)) | (off > _HALF * apart + size).any(1)
         if float((plain | wrong).double().mean()) <= 0.25:

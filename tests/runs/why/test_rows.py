@@ -27,3 +27,16 @@ def test_a_row_of_few_levels_besides_zero_is_quantised(large: list[float]) -> No
     steps = rows.abs().amax(1, keepdim=True) / 7
     bits, wrong = quantised(rows.double(), ((rows / steps).round() * steps).double())
     assert (bits, wrong.any().item()) == ("a grid of int8 or int4", False)
+
+
+def test_a_row_of_one_number_is_on_the_grid_of_the_others() -> None:
+    torch.manual_seed(0)
+    rows = torch.randn(64, 2)
+    rows[5] = torch.tensor([0.5, 0.501])
+    steps = rows.abs().amax(1, keepdim=True) / 127
+    others = ((rows / steps).round() * steps).double()
+    assert others[5, 0] == others[5, 1]
+    bits, wrong = quantised(rows.double(), others)
+    assert (bits, wrong.any().item()) == ("a grid of int8 or int4", False)
+    others[5] *= 1.5
+    assert quantised(rows.double(), others)[1].nonzero().tolist() == [[5]]
