@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
+from collections import Counter, defaultdict
+from hashlib import blake2b
 
 import torch
 
 from opintercept._values import rounding
-from opintercept.runs.program.program import Program
+from opintercept.runs.program.program import Program, Region
 from opintercept.runs.why.counterparts import Counterparts
-from opintercept.runs.why.flow import Flow, holds_products, is_real, passes
+from opintercept.runs.why.flow import LEAF, Flow, holds_products, is_real, passes
 from opintercept.runs.why.joints import DTYPES, Joint, Joints
+from opintercept.runs.why.layouts import Share
+
+_WEIGHTS = ("weight", "mat2", "other")  # the inputs of calls that may have weights
 
 
 class Both:
@@ -43,7 +48,7 @@ class Both:
         self.partial = holds_products(b)
         if self.partial:
             self.a.ends = self.a.final_products(backward=passes(a) == passes(b))
-        self.joints = Joints(b, self.b.steps)
+        self.joints = Joints(b, self.b.steps, shared(self.a, self.b))
         self.counterparts = Counterparts(self.a, self.b, self.joints, partial=self.partial)
         self.dtypes = [_usual_dtype(flow) for flow in (self.a, self.b)]
         self.unit_a = rounding.unit(self.dtypes[0])
@@ -51,6 +56,35 @@ class Both:
         self.taken: set[int] = set()
         self.searched = 0.0
         self.forced: dict[int, Joint] = {}
+
+
+def shared(a: Flow, b: Flow) -> Share | None:
+    """The samples of A's batch that B computes, too, as what no call has made tells; None for all or none of them."""
+    mine, theirs = _inputs(a), _inputs(b)
+    kept: dict[int, set[int]] = {}
+    for shape, batches in mine.items():
+        own, known = set[bytes]().union(*batches), set[bytes]().union(*theirs.get(shape, ()))
+        for samples in batches if known <= own else ():
+            found = {at for at, sample in enumerate(samples) if sample in known}
+            kept[len(samples)] = kept.get(len(samples), found) & found
+    shares = {Share.of(count, found) for count, found in kept.items() if 0 < len(found) < count}
+    return shares.pop() if len(shares) == 1 else None
+
+
+def _inputs(flow: Flow) -> dict[tuple[int, ...], list[list[bytes]]]:
+    """The inputs of a program but for weights, cut along either dimension and whole, by the shape of a part."""
+    regions: dict[str, Region] = {}
+    for step, writers in zip(flow.steps, flow.writers, strict=True):
+        for (name, region), found in zip(step.inputs, writers, strict=True):
+            other = region.weight or name in _WEIGHTS or flow.program.dtype(region)[0] == "C"
+            if found == {LEAF} and len(region.shape) > 1 and region.name is not None and not other:
+                regions[region.name] = region
+    found_by = defaultdict[tuple[int, ...], list[list[bytes]]](list)
+    for dim, region in itertools.product((0, 1), regions.values()):
+        values = flow.program.value(region).double()
+        for samples in (values.movedim(dim, 0), values[None]):
+            found_by[dim, *samples.shape[1:]].append([blake2b(each.numpy().tobytes()).digest() for each in samples])
+    return found_by
 
 
 def _usual_dtype(flow: Flow) -> torch.dtype:

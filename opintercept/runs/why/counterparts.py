@@ -24,7 +24,7 @@ from opintercept.runs.why.flow import LEAF, Flow, is_real
 from opintercept.runs.why.joining.calls import linked
 from opintercept.runs.why.joining.weights import Joining, Side
 from opintercept.runs.why.joints import Joint, Joints, Laid, Tensor
-from opintercept.runs.why.layouts import Layout, layouts
+from opintercept.runs.why.layouts import Layout, Share, layouts
 from opintercept.runs.why.noise import apart, unmasked
 from opintercept.runs.why.sweep import Sweep
 
@@ -126,7 +126,7 @@ class Counterparts:
         def fits(step: Step, other: Step, level: int) -> bool:
             one, two = step.stored.record, other.stored.record
             made = self.joints.made_by(other)
-            if made is None or math.prod(made.region.shape) != _size(step):
+            if made is None or math.prod(made.region.shape) != self._size(step):
                 return False
             if self.partial and counts[0][_likeness(step)] != counts[1][_likeness(other)]:
                 return False  # one computes in pieces
@@ -225,8 +225,12 @@ class Counterparts:
             return Counterpart(number, Joint(made, values, whole=False), pieces[0].step, "result")
         tensor = self.ends[number]
         step = self.b.steps[tensor.makers[-1]] if tensor.makers else None
-        values = nearest(self.joints.values(tensor), base)
+        values = nearest(self.joints.values(tensor), base, share=self.joints.share)
         return Counterpart(number, Joint(tensor, values), step, "result")
+
+    def _size(self, step: Step) -> int:
+        """How many numbers B has of what a call of A makes."""
+        return _size(step) if self.joints.share is None else self.joints.share.size(_size(step))
 
     def _same_operands(self, sweep: Sweep, number: int, used: set[int]) -> Counterpart | None:
         """The output of B's call of the same operator on operands that A's call has, too."""
@@ -245,7 +249,7 @@ class Counterparts:
         mine = mine or [each for each in leaves if each[1] is not None and math.prod(step.inputs[each[0]][1].shape) > 1]
         if not mine or any(joint is None for _, joint in mine):
             return None
-        size = _size(step)
+        size = self._size(step)
         candidates = []
         operators = ACTIVATIONS if step.operator in ACTIVATIONS else (step.operator,)
         for other in (each for operator in operators for each in self._named[operator, size]):
@@ -278,7 +282,7 @@ class Counterparts:
         for other in (each for each, rank in zip(candidates, ranks, strict=True) if rank == min(ranks)):
             tensor = self.joints.made_by(other)
             assert tensor is not None
-            joint = Joint(tensor, nearest(self.joints.values(tensor), base))
+            joint = Joint(tensor, nearest(self.joints.values(tensor), base, share=self.joints.share))
             far = apart(joint.values, base), abs(other.number / max(len(self.b.steps), 1) - at)
             found.append((far, Counterpart(number, joint, other, "operands")))
         return min(found, key=lambda each: each[0])[1]
@@ -505,8 +509,14 @@ def _reads(step: Step, name: str, region: Region) -> bool:
     return own is not None and own.name == region.name
 
 
-def nearest(values: torch.Tensor, like: torch.Tensor, *, keep_last: bool = False) -> torch.Tensor:
+def nearest(
+    values: torch.Tensor, like: torch.Tensor, *, keep_last: bool = False, share: Share | None = None
+) -> torch.Tensor:
     """Values in the shape of others, `float64`: in their own order, unless they are far nearer in another one."""
+    if share is not None and values.numel() != like.numel():
+        parts = {dim: nearest(values, share.part(like, dim)) for dim in share.dims(like.shape)}
+        dim = min(parts, key=lambda each: apart(parts[each], share.part(like, each)))
+        return share.put(like, parts[dim], dim)
     own, shape = tuple(values.shape), tuple(like.shape)
     if keep_last and own[-1:] == shape[-1:]:
         width = own[-1]

@@ -5,9 +5,12 @@ Invariant: what is found agrees with A's values to rounding. Constants, 0 and 1 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import operator
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,7 +21,7 @@ from opintercept._values.stats import Values
 from opintercept.runs.program.program import Program, Region, Step
 from opintercept.runs.store.codec import role_of
 from opintercept.runs.why.flow import is_real
-from opintercept.runs.why.layouts import Layout, layouts
+from opintercept.runs.why.layouts import Layout, Share, layouts
 from opintercept.runs.why.noise import LIMIT, Spread, apart, unmasked
 
 _WIDE = 8  # numbers of a row by which it is found alone
@@ -109,10 +112,11 @@ class Joints:
     Args:
         program: B's program.
         steps: Its calls.
+        share: The samples of A that B computes; None for all.
     """
 
-    def __init__(self, program: Program, steps: list[Step]) -> None:
-        self.program = program
+    def __init__(self, program: Program, steps: list[Step], share: Share | None = None) -> None:
+        self.program, self.share = program, share
         self._by_name: dict[str, Tensor] = {}
         self._by_size: dict[int, list[Tensor]] = defaultdict(list)
         self._by_content: dict[tuple[str, str], Tensor] = {}
@@ -184,7 +188,17 @@ class Joints:
         )
 
     def find(self, spread: Spread, *, by_rows: bool = True) -> Joint | Laid | None:
-        """The tensor of B with the values of A, to rounding; of several the nearest."""
+        """The tensor of B with the values of A, or those of the samples that B computes, to rounding."""
+        found = self._find(spread) or (self._find_rows(spread) if by_rows else None)
+        if found is None and (share := self.share) is not None:
+            for dim in share.dims(spread.base.shape):
+                part = self._find(spread.part(functools.partial(share.part, dim=dim)))
+                if part is not None:
+                    return Joint(part.tensor, share.put(spread.base, part.values, dim))
+        return found
+
+    def _find(self, spread: Spread) -> Laid | None:
+        """The tensor of B with these values in some layout, of several the nearest."""
         base = spread.base
         if is_trivial(base) or not base.numel():
             return None
@@ -211,20 +225,21 @@ class Joints:
                     break
             if best is not None and best[0] == 0:
                 break
-        if best is not None:
-            return best[1]
-        return self._find_rows(spread) if by_rows and base.dim() > 1 and base.shape[-1] >= _WIDE else None
+        return None if best is None else best[1]
 
     def _find_rows(self, spread: Spread) -> Joint | None:
         """Each row of A in some tensor of B, as where B computes in pieces."""
         base = spread.base
-        width = base.shape[-1]
+        width = _width(base.shape)
+        if not width or is_trivial(base):
+            return None
         if width not in self._rows:
             self._rows[width] = self._rows_of(width)
         table, x = self._rows[width], base.reshape(-1, width)
         if table is None or len(x) < 2 or not bool(x.isfinite().all()):
             return None
-        noise = spread.rows(table.unit).expand(*base.shape[:-1], 1).reshape(-1)
+        narrow = spread.rows(table.unit).expand(*base.shape[:-1], 1).reshape(len(x), -1)
+        noise = narrow.square().mean(1).sqrt()
         if bool((noise > 0.2 * x.std(1).clamp_min(1e-300)).any()):
             return None
         return table.find(self, x, noise, base.shape)
@@ -233,7 +248,7 @@ class Joints:
         wide = [
             each
             for each in self._by_name.values()
-            if len(each.region.shape) > 1 and each.region.shape[-1] == width and not each.region.weight
+            if len(each.region.shape) > 1 and _width(each.region.shape) == width and not each.region.weight
             if not each.moments(self)[2]
         ]
         size = sum(math.prod(each.region.shape) for each in wide)
@@ -291,6 +306,12 @@ def is_trivial(values: torch.Tensor) -> bool:
     if len(flat) == 1:
         return abs(float(flat[0])) in (0.0, 1.0) or not bool(flat.isfinite())
     return bool((flat == flat[:1]).all()) if len(flat) else True
+
+
+def _width(shape: Sequence[int]) -> int:
+    """How many numbers at the end of a shape count as a row; 0 for too few."""
+    sizes = itertools.accumulate(reversed(shape), operator.mul)
+    return next((size for size in sizes if size >= _WIDE), 0)
 
 
 def content_of(name: str) -> str:

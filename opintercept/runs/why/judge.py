@@ -339,6 +339,8 @@ class Judge(Both):
         paired = [number for number in self.a.ends if number not in unpaired]
         upto = f"{'the last product, ' * self.partial}{place_of(self.a.steps[paired[-1]])}" if paired else ""
         notes = [*self.counterparts.reasons]
+        if (share := self.joints.share) is not None:
+            notes.append(f"B computes {len(share.kept)} of {counted(share.samples, 'part')} of A's batch, and no other")
         if unpaired:
             names = ", ".join(str(place_of(self.a.steps[each])) for each in unpaired[:4])
             notes.append(f"results of A without a counterpart in B, not compared: {names}")

@@ -1,4 +1,4 @@
-"""`Layout`: where the values of one tensor lie in another that has the same ones, and what layouts there may be.
+"""`Layout`: where the values of one tensor lie in another that has the same ones; `Share`: where those of samples lie.
 
 Invariant: no layout is tried twice. A few values are found without a copy of all.
 """
@@ -34,6 +34,41 @@ class Layout(NamedTuple):
             found += places % size * stride
             places = places // size
         return values.reshape(-1)[found]
+
+
+class Share(NamedTuple):
+    """Which samples of a batch another program computes, too: blocks of rows, as few as possible."""
+
+    samples: int
+    kept: tuple[int, ...]
+
+    @classmethod
+    def of(cls, rows: int, kept: set[int]) -> Share:
+        """The share that has some of so many rows."""
+        sizes = (size for size in range(rows, 0, -1) if rows % size == 0)
+        size = next(each for each in sizes if len({row // each for row in kept}) * each == len(kept))
+        return cls(rows // size, (*sorted({row // size for row in kept}),))
+
+    def size(self, size: int) -> int:
+        """How many numbers of a tensor of so many are of these samples; 0 if it has none for each."""
+        return size // self.samples * len(self.kept) if size % self.samples == 0 else 0
+
+    def dims(self, shape: Sequence[int]) -> list[int]:
+        """The dimensions of a tensor that samples may follow each other in."""
+        return [dim for dim, size in enumerate(shape) if size and size % self.samples == 0]
+
+    def part(self, values: torch.Tensor, dim: int) -> torch.Tensor:
+        """The values of these samples, which follow each other in a dimension."""
+        parts = values.reshape(*values.shape[:dim], self.samples, -1, *values.shape[dim + 1 :])
+        return parts.index_select(dim, torch.tensor(self.kept)).flatten(dim, dim + 1)
+
+    def put(self, values: torch.Tensor, own: torch.Tensor, dim: int) -> torch.Tensor:
+        """The values with others for these samples."""
+        parts, few = (
+            each.reshape(*each.shape[:dim], count, -1, *each.shape[dim + 1 :])
+            for each, count in ((values, self.samples), (own, len(self.kept)))
+        )
+        return parts.index_copy(dim, torch.tensor(self.kept), few).reshape(values.shape)
 
 
 @functools.lru_cache(4096)

@@ -6,7 +6,7 @@ Invariant: no bound depends on the values that it judges.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -50,6 +50,12 @@ class Spread:
         self._rows: dict[float, torch.Tensor] = {}
         self._usual: dict[float, float] = {}
         self._std: float | None = None
+
+    def part(self, of: Callable[[torch.Tensor], torch.Tensor]) -> Spread:
+        """Some of the values, with their noise."""
+        found = Spread(of(self.base), (), self._unit)
+        found._square, found._count = None if self._square is None else of(self._square), self._count
+        return found
 
     def rows(self, unit: float) -> torch.Tensor:
         """The noise of each row if B holds the values in a dtype of this unit roundoff, `float64[..., 1]`."""

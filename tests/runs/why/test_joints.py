@@ -92,6 +92,17 @@ def test_the_makers_of_pieces_are_as_few_as_have_all_rows(tmp_path: Path) -> Non
     assert [each and each.shape for each in outputs] == [(3, 16)] * 2
 
 
+def test_rows_of_a_few_numbers_are_found_together(tmp_path: Path) -> None:
+    x = drawn(0, 3, 6, 4)
+    joints = joints_of(tmp_path, lambda: [row[None] * 2 for row in x])
+    found = joints.find(Spread(2 * x.double(), (), UNIT))
+    assert isinstance(found, Joint)
+    assert torch.equal(found.values, 2 * x.double())
+    base = 2 * x.double()
+    base[2, 3] += 20 * UNIT * base.abs().max()
+    assert joints.find(Spread(base, (), UNIT)) is None
+
+
 @pytest.mark.parametrize("shape", [(), (3,), (4, 5), (1, 1 << 21), ((1 << 21) + 3, 1)])
 def test_the_ratio_of_large_tensors_is_that_of_their_rows(shape: tuple[int, ...]) -> None:
     base = torch.linspace(1, 2, math.prod(shape), dtype=torch.float64).reshape(shape)

@@ -148,6 +148,27 @@ def test_choices_that_rounding_turns_accuse_nobody(tmp_path: Path) -> None:
     assert any("rounding turns" in note for note in found.notes)
 
 
+@pytest.mark.parametrize(("kept", "part"), [([0], "1 of 4"), ([0, 2], "2 of 4"), ([2, 3], "1 of 2")])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_few_samples_of_a_batch_are_judged_without_the_others(
+    kept: list[int], part: str, first: bool, tmp_path: Path
+) -> None:
+    one, two, x = nn.Linear(16, 16), nn.Linear(16, 4), torch.randn(4, 6, 16)
+
+    def program(x: Tensor, slope: float) -> Program:
+        def run() -> None:
+            y = F.leaky_relu(one(x if first else x.transpose(0, 1).contiguous()), slope)
+            _ = two(y.softmax(-1)) * 2
+
+        return run
+
+    found = why(tmp_path / "clean", program(x, 0.1), program(x[kept], 0.1))
+    assert (found.verdict, found.causes) == ("rounding", ())
+    assert f"B computes {part} parts of A's batch, and no other" in found.notes
+    found = why(tmp_path / "wrong", program(x, 0.1), program(x[kept], 0.2))
+    assert [cause.what for cause in found.causes] == ["uses negative_slope=0.2 where A uses 0.1"]
+
+
 class WrongProduct:
     """A kernel that computes the second of all products wrongly."""
 

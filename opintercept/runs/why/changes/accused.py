@@ -55,6 +55,8 @@ class Accused:
         self.spread = sweep.made[found.number]
         self.tensor, self.target = found.joint.tensor, found.joint.values
         self.rows = self.spread.rows(found.joint.tensor.unit) * _larger(self.target, self.spread.base)
+        if judge.joints.share is not None:  # what B does not compute is A's own
+            self.rows = self.rows.masked_fill((self.target == self.spread.base).all(-1, keepdim=True), math.inf)
         self.steps_b = self._steps_b()
         self.eight_bits = self._eight_bits()
         counts = [Counter(step.operator for step in steps) for steps in (self.steps, self.steps_b)]
