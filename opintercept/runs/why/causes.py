@@ -76,8 +76,8 @@ def explained(whole: Accused) -> Explained:
         only = [Counter(), Counter()]
     exact = bool(good)
     good = good or [each for each in (_turned(accused), _diagnosis(accused)) if each is not None]
-    if not good and whole.is_blind and not any(only):
-        return Explained(None)  # the same operators, of which nobody knows what they make of B's values
+    if not good and whole.is_blind and (whole.judge.partial or names[0].keys() == names[1].keys()):
+        return Explained(None)  # the same operators, of which nobody knows what they make of B's values, nor how often
     kept: dict[str, Change] = {}
     for change in good:
         kept.setdefault(change.what, change)

@@ -355,6 +355,8 @@ class Counterparts:
         """What B makes of the weight of a product, with what it adds or scales of its own behind that."""
         found: list[tuple[float, Counterpart]] = []
         pieces = self.by_weight[number]
+        if number in sweep.blind and any(piece.tokens is not None for piece in pieces):
+            return None  # it has other tokens than it was recorded with
         first = pieces[0].step
         chain_a, chain_b = [number], [first.number]
         if len(pieces) == 1:

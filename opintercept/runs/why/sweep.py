@@ -72,6 +72,8 @@ class Sweeper:
         found = Sweep()
         self._memories = [ProgramMemory(self._program.sizes) for _ in range(_TRIALS + 1)]
         self._other: set[int] = set()  # memory that is not as it was recorded
+        self._chosen: set[int] = set()  # the places of calls that make other things since choices are others
+        self._sized = False  # whether the program itself reads a choice, so that the sizes of parts are not B's
         left = {**self._weights}
         for step in self.flow.steps:
             for place in step.reads - step.written:  # what initialises them writes to them only
@@ -86,6 +88,12 @@ class Sweeper:
     def _step(self, step: Step, found: Sweep, forced: Mapping[int, Joint]) -> None:
         for place in sorted(step.reads):
             self._join_input(step, place, found)
+            chosen = self.flow.writers[step.number][place] & self._chosen
+            if chosen - found.joined.keys():
+                self._chosen.add(step.number)
+            if self._sized and chosen and not self._is_whole(chosen, step.inputs[place][1]):
+                self._chosen.add(step.number)
+                found.blind.add(step.number)
         pure = not any(step.inputs[place][1].memory in self._other for place in step.reads)
         if step.number in forced:
             found.joined[step.number] = forced[step.number]
@@ -192,6 +200,8 @@ class Sweeper:
                 turned = base.reshape(region.shape) != self._program.value(region) if region.name is not None else None
                 if turned is None or not bool(turned.any()):
                     continue
+                self._chosen.add(step.number)
+                self._sized |= not self.flow.users[step.number]
                 if any(is_real(self._program, step.inputs[at][1]) for at in step.reads):
                     found.turned[step.number] = int(turned.sum())
                 values = [base] * len(values)

@@ -141,9 +141,34 @@ def test_choices_that_a_router_in_another_dtype_turns_are_its_own(tmp_path: Path
     assert "computes _softmax in bfloat16 where A computes it in float32, which turns" in cause.what
 
 
-def test_choices_that_rounding_turns_accuse_nobody(tmp_path: Path) -> None:
-    low = torch.bfloat16
-    found = why(tmp_path, routed(torch.float32, torch.float32), routed(low, low))
+def split(dtype: torch.dtype) -> Program:
+    """A mixture whose tokens are sorted by their experts, and split where these begin."""
+    torch.manual_seed(0)
+    gate, head, x = torch.randn(4, 16) / 64, torch.randn(4, 16), torch.randn(200, 16)
+    weights = torch.randn(4, 16, 16) / 4
+
+    def program() -> None:
+        x_, gate_, head_, weights_ = (each.to(dtype) for each in (x, gate, head, weights))
+        share, chosen = F.linear(x_, gate_).softmax(-1).max(-1)
+        order = chosen.argsort()
+        counts = F.one_hot(chosen, 4).sum(0).tolist()
+        parts = zip(x_[order].split(counts), weights_, strict=True)
+        y = torch.cat([F.linear(part, weight).relu() for part, weight in parts])
+        F.linear(x_ + torch.zeros_like(x_).index_add(0, order, y * share[order, None]), head_)
+
+    return program
+
+
+LOW, FULL = torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [(routed(FULL, FULL), routed(LOW, LOW)), (split(FULL), split(LOW)), (split(LOW), split(FULL))],
+    ids=["loop", "split", "split in full"],
+)
+def test_choices_that_rounding_turns_accuse_nobody(a: Program, b: Program, tmp_path: Path) -> None:
+    found = why(tmp_path, a, b)
     assert found.causes == ()
     assert any("rounding turns" in note for note in found.notes)
 
