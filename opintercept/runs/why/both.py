@@ -15,6 +15,7 @@ from opintercept.runs.why.flow import LEAF, Flow, holds_products, is_real, passe
 from opintercept.runs.why.joints import DTYPES, Joint, Joints
 from opintercept.runs.why.layouts import Share
 
+_MANY = 1 << 12  # samples that a batch has no more of
 _WEIGHTS = ("weight", "mat2", "other")  # the inputs of calls that may have weights
 
 
@@ -82,7 +83,7 @@ def _inputs(flow: Flow) -> dict[tuple[int, ...], list[list[bytes]]]:
     found_by = defaultdict[tuple[int, ...], list[list[bytes]]](list)
     for dim, region in itertools.product((0, 1), regions.values()):
         values = flow.program.value(region).double()
-        for samples in (values.movedim(dim, 0), values[None]):
+        for samples in (values.movedim(dim, 0), values[None]) if values.shape[dim] <= _MANY else ():
             found_by[dim, *samples.shape[1:]].append([blake2b(each.numpy().tobytes()).digest() for each in samples])
     return found_by
 

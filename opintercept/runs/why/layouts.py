@@ -59,16 +59,14 @@ class Share(NamedTuple):
 
     def part(self, values: torch.Tensor, dim: int) -> torch.Tensor:
         """The values of these samples, which follow each other in a dimension."""
-        parts = values.reshape(*values.shape[:dim], self.samples, -1, *values.shape[dim + 1 :])
-        return parts.index_select(dim, torch.tensor(self.kept)).flatten(dim, dim + 1)
+        return values.index_select(dim, self._rows(values, dim))
 
     def put(self, values: torch.Tensor, own: torch.Tensor, dim: int) -> torch.Tensor:
         """The values with others for these samples."""
-        parts, few = (
-            each.reshape(*each.shape[:dim], count, -1, *each.shape[dim + 1 :])
-            for each, count in ((values, self.samples), (own, len(self.kept)))
-        )
-        return parts.index_copy(dim, torch.tensor(self.kept), few).reshape(values.shape)
+        return values.index_copy(dim, self._rows(values, dim), own)
+
+    def _rows(self, values: torch.Tensor, dim: int) -> torch.Tensor:
+        return torch.arange(values.shape[dim]).reshape(self.samples, -1)[[*self.kept]].flatten()
 
 
 @functools.lru_cache(4096)
