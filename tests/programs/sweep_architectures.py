@@ -127,6 +127,9 @@ def quantised(levels: int, size: int) -> Callable[[Any], Any]:
     def rounded(model: Any) -> Any:
         other = copy.deepcopy(model)
         kept = [module.weight for module in other.modules() if isinstance(module, torch.nn.Embedding)]
+        linears = sum(isinstance(module, (torch.nn.Linear, Conv1D)) for module in other.modules())
+        if 3 * linears < sum(each.dim() == 2 for each in other.parameters()):
+            raise ValueError("most of its products are of modules of its own")
         for module in other.modules():
             is_linear = isinstance(module, torch.nn.Linear)
             if not (is_linear or isinstance(module, Conv1D)) or any(module.weight is each for each in kept):
