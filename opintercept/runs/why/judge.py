@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 from opintercept._core.text import counted
@@ -31,6 +32,7 @@ from opintercept.runs.why.noise import LIMIT, Spread
 from opintercept.runs.why.sweep import Sweep, Sweeper
 
 _MOST = 40  # sweeps
+_DENOMINATOR = 64  # of a fraction that a loss is multiplied by
 
 
 def judged(a: Run, b: Run) -> Answer:
@@ -42,10 +44,10 @@ def judged(a: Run, b: Run) -> Answer:
     judge = Judge(one, other, forward=alike)
     judge.run()
     trains = alike and one.backward is not None and other.backward is not None
-    if trains and (not judge.found or judge.wrong_losses):
+    if trains and (not judge.found or judge.scaled_losses):
         whole = Judge(one, other, forward=False)
         whole.run()
-        if not judge.found or whole.gradients_agree:  # as where a loss is divided, and not its gradients
+        if not judge.found or whole.gradients_agree:  # as where a loss is divided, and its gradients are multiplied
             judge = whole
     return judge.answer(a, b)
 
@@ -94,7 +96,7 @@ class Judge(Both):
         results: The places of the calls whose results must agree: those that nothing reads, and logits behind a loss.
         coarse: The weights that one program has in fewer bits throughout.
         last: The last sweep.
-        wrong_losses: Whether nothing but losses differs, from which `backward` began.
+        scaled_losses: Whether nothing differs but that losses from which `backward` began are multiples of A's.
     """
 
     def __init__(self, a: Program, b: Program, *, forward: bool) -> None:
@@ -102,7 +104,7 @@ class Judge(Both):
         self.results = [*self.a.last_products(), *self.a.ends] if forward else self.a.ends
         self.coarse: CoarseWeights | None = None
         self.last = Sweep()
-        self.wrong_losses = False
+        self.scaled_losses = False
         self._accused: dict[int, _Head] = {}
         self._blind: set[int] = set()
         self._wrong: set[int] = set()  # the calls of which B has what A does not make
@@ -117,7 +119,8 @@ class Judge(Both):
             self.last = sweeper.sweep(self.forced)
             ends = self._bad_ends(self.last)
             if not self._heads:
-                self.wrong_losses = bool(ends) and ends <= {*self.a.program.roots}
+                roots = {*self.a.program.roots}
+                self.scaled_losses = bool(ends) and ends <= roots and all(map(self._is_multiple, ends))
             if ends and self.coarse is None:
                 self.coarse = coarse_weights(self.counterparts, self.dtype) if self._has_others(self.last) else None
                 self.coarse = self.coarse or CoarseWeights()
@@ -184,6 +187,18 @@ class Judge(Both):
             if end is not None and not sweep.made[number].ratio(end.joint.values, end.joint.tensor.unit) <= LIMIT:
                 found.add(number)
         return found
+
+    def _is_multiple(self, number: int) -> bool:
+        """Whether B's result is A's times a plain fraction, as that of a part of a batch."""
+        made, end = self.last.made[number], self.counterparts.end(self.last, number)
+        if end is None or made.base.numel() != 1:
+            return False
+        values = float(made.base), float(end.joint.values)
+        if not all(map(math.isfinite, values)) or not all(values):
+            return False
+        factor = Fraction(max(values, key=abs) / min(values, key=abs)).limit_denominator(_DENOMINATOR)
+        plain = factor if abs(values[1]) > abs(values[0]) else 1 / factor
+        return made.ratio(end.joint.values / float(plain), end.joint.tensor.unit) <= LIMIT
 
     def _goes_on(self, sweep: Sweep, number: int, known: set[int]) -> bool:
         """Whether B computes something else of a result of A, and has that as its result."""
