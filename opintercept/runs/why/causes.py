@@ -134,7 +134,9 @@ def _places_before(accused: Accused) -> tuple[Place, ...]:
 
 
 def _differently(accused: Accused, only: Sequence[Counter[str]]) -> str:
-    """What B computes in a region, if that is little; empty if not, and of products, which are written in many ways."""
+    """What B seems to compute in a region, which nothing verifies; empty if it is much, or of products, which are
+    written in many ways.
+    """
     sides = ((accused.steps, accused.judge.a), (accused.steps_b, accused.judge.b))
     active = [{step.operator for step in steps if step.number in flow.active} for steps, flow in sides]
     pairs = zip(only, active, strict=True)
@@ -143,10 +145,9 @@ def _differently(accused: Accused, only: Sequence[Counter[str]]) -> str:
     if many or len(less) + len(more) > _LITTLE:
         return ""
     if not more:
-        return f"leaves out {listed(less, _LITTLE)}" if less else ""
-    if not less:
-        return f"computes {listed(more, _LITTLE)} besides"
-    return f"computes {listed(more, _LITTLE)} where A computes {listed(less, _LITTLE)}"
+        return f"seems to leave out {listed(less, _LITTLE)}" if less else ""
+    instead = f"where A computes {listed(less, _LITTLE)}" if less else "besides"
+    return f"seems to compute {listed(more, _LITTLE)} {instead}"
 
 
 def _kind(accused: Accused, names: Sequence[Counter[str]]) -> CauseKind:
@@ -202,7 +203,7 @@ def _diagnosis(accused: Accused) -> Change | None:
     far = ((base - accused.target).abs() > bound).reshape(-1, base.shape[-1]).any(0)
     if 0 < 4 * int(far.sum()) <= len(far):
         which = rows_differ(far.nonzero()[:, 0].tolist(), len(far))
-        return Change(5, "weight", f"has another weight: {which}{more}", end, {})
+        return Change(5, "weight", f"seems to have another weight: {which}{more}", end, {})
     return None
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from opintercept._core.text import counted
 from opintercept._values import rounding
 from opintercept.runs.program.evaluate import Perturber
-from opintercept.runs.program.program import Program
+from opintercept.runs.program.program import Program, Step
 from opintercept.runs.store.run import Run
 from opintercept.runs.why.answer import Answer, Cause, Layer, Loss, Place, Verdict
 from opintercept.runs.why.both import Both
@@ -23,12 +23,12 @@ from opintercept.runs.why.changes.accused import ODD, Accused, off_record
 from opintercept.runs.why.changes.wording import UNSEEN_BIAS, name_of, place_of
 from opintercept.runs.why.coarse import CoarseWeights, coarse_weights
 from opintercept.runs.why.costs import with_costs
-from opintercept.runs.why.counterparts import Counterpart, weight_place
+from opintercept.runs.why.counterparts import weight_place
 from opintercept.runs.why.flow import LEAF, holds_products, is_product, passes
 from opintercept.runs.why.joints import Joint, content_of
 from opintercept.runs.why.layers import with_layers
 from opintercept.runs.why.lookups import other_lookups
-from opintercept.runs.why.noise import LIMIT, Spread
+from opintercept.runs.why.noise import LIMIT, Spread, unscaled
 from opintercept.runs.why.sweep import Sweep, Sweeper
 
 _MOST = 40  # sweeps
@@ -184,7 +184,12 @@ class Judge(Both):
                     continue
                 sweep.made[number] = Spread(self.a.program.value(region).double(), (), rounding.unit(self.dtype))
             end = self.counterparts.end(sweep, number)
-            if end is not None and not sweep.made[number].ratio(end.joint.values, end.joint.tensor.unit) <= LIMIT:
+            if end is None:
+                continue
+            made, values = sweep.made[number], end.joint.values
+            if self.partial and self.a.steps[number].stored.record.phase == "backward":
+                values = unscaled(made.base, values)
+            if not made.ratio(values, end.joint.tensor.unit) <= LIMIT:
                 found.add(number)
         return found
 
@@ -237,8 +242,6 @@ class Judge(Both):
             part = sorted(self.a.before([number], sweep.joined, sweep.edges))
             after = self.a.after([number], sweep.joined, sweep.edges)
             own = {each for each in part if each != number and each in self.a.active} or {number}
-            if found.by == "operands" and self._heads and self._is_rewritten(sweep, number):
-                continue
             stale |= after
             known = [self._accused[each] for each in sorted(own & self._accused.keys())]
             if known and not agrees:
@@ -249,7 +252,7 @@ class Judge(Both):
                 if untrusted - self.taken:
                     self.taken |= untrusted
                     return True
-                if self._is_doubtful(found) and not accused.helps([self.a.steps[end] for end in ends], bad):
+                if not self._is_same(accused, ends, bad):
                     stale -= after
                     continue
                 said = explained(accused)
@@ -265,29 +268,22 @@ class Judge(Both):
             again = True
         return again
 
-    def _is_doubtful(self, found: Counterpart) -> bool:
-        """Whether a counterpart may mean another result.
+    def _is_same(self, accused: Accused, ends: set[int], bad: set[int]) -> bool:
+        """Whether a counterpart is the same result, and no other: if in doubt, whether it brings A's results to B's.
 
         Other operators on the same weight may add their bias elsewhere, and where B computes what is a weight of A, a
-        norm may be folded into it.
+        norm may be folded into it. What B did otherwise at this line before, as in an earlier step, came to nothing.
         """
-        other, number = found.step, found.number
-        if found.by == "operands":
-            theirs = [] if other is None else self.b.writers[other.number]
-            pairs = zip(self.a.writers[number], theirs, strict=False)
-            return any(mine == {LEAF} and written & self.b.active for mine, written in pairs)
-        same = other is not None and other.operator == self.a.steps[number].operator
-        return found.by in ("weight", "parameter") and not same
-
-    def _is_rewritten(self, sweep: Sweep, number: int) -> bool:
-        """Whether B did otherwise at this line before, as in an earlier step, and nothing came of it."""
-        record = self.a.steps[number].stored.record
-        return record.source is not None and any(
-            (step.stored.record.op, step.stored.record.module, step.stored.record.source)
-            == (record.op, record.module, record.source)
-            for step in self.a.steps[:number]
-            if step.number in sweep.made and step.number not in sweep.joined and step.number not in self._accused
-        )
+        sweep, step, other = accused.sweep, accused.end, accused.found.step
+        sure = other is not None and other.operator == step.operator
+        if accused.found.by == "operands" and other is not None and sure:
+            pairs = zip(self.a.writers[step.number], self.b.writers[other.number], strict=False)
+            before = (each for each in self.a.steps[: step.number] if each.number in sweep.made)
+            harmless = (each for each in before if each.number not in sweep.joined and each.number not in self._accused)
+            sure = not any(mine == {LEAF} and written & self.b.active for mine, written in pairs)
+            sure = sure and not any(_line(each) == _line(step) for each in harmless)
+        known = sure or accused.found.by == "result"
+        return known or accused.helps([self.a.steps[end] for end in sorted(ends)], bad)
 
     @property
     def found(self) -> bool:
@@ -416,3 +412,9 @@ class Judge(Both):
         ]
         common = sum((names[0] & names[1]).values())
         return 2 * common > max(sum(each.values()) for each in names)
+
+
+def _line(step: Step) -> tuple[str, str | None, str | None]:
+    """What the calls of a line have in common, in each step."""
+    record = step.stored.record
+    return record.op, record.module, record.source

@@ -24,6 +24,7 @@ _LEAST = 1.0  # unit roundoffs of the mean modulus: what cancels to nothing is o
 _PIECE = 1 << 20  # numbers that are compared at once
 _MANY = 1 << 16  # numbers of which to read all takes longer than to look for a few
 _PROBED = 4  # rows that are looked at first
+_SCALED = 8  # the least power of two that is the scale of a loss, as scales of float16 begin with 16
 _TOLD = 0.2  # of its spread that the noise of a tensor may be, if its values are to tell it from others
 
 
@@ -107,6 +108,12 @@ def unmasked(values: torch.Tensor) -> torch.Tensor:
         return values
     found = values.nan_to_num(0.0, 0.0, 0.0)
     return torch.where(found <= MASKED, 0.0, found)
+
+
+def unscaled(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """B's gradients without the power of two by which one trainer scales its loss: what undoes it is no product."""
+    power = torch.log2(torch.linalg.vector_norm(b) / torch.linalg.vector_norm(a)).round()
+    return b / 2**power if bool(power.isfinite()) and abs(power) >= _SCALED else b
 
 
 def apart(x: torch.Tensor, y: torch.Tensor) -> float:

@@ -23,6 +23,7 @@ from opintercept.runs.why.joining.calls import JoinedCalls
 from opintercept.runs.why.joining.rows import Factors, tensor_of
 from opintercept.runs.why.joining.tokens import MANY, row_error, row_errors, usual_error
 from opintercept.runs.why.joining.weights import Joining, SideName
+from opintercept.runs.why.noise import unscaled
 from opintercept.runs.why.products.attention import HeadErrors, Heads, Rows, differing, worst
 from opintercept.runs.why.products.rows import RowErrors, dtype_of, eps_of, is_coded
 
@@ -137,7 +138,7 @@ class Comparing:
             return None
         with suppress(OpInterceptError):
             x, y = tensor_of(self._a.run, one, "lhs").double(), tensor_of(self._b.run, other, "lhs").double()
-            return row_error(x.reshape(1, -1), y.reshape(1, -1)) if x.shape == y.shape else None
+            return row_error(x.reshape(1, -1), unscaled(x, y).reshape(1, -1)) if x.shape == y.shape else None
         return None
 
     def _attention(self, found: Figures, number: int, others: list[int], limit: float) -> None:
