@@ -70,6 +70,19 @@ def added(scale: float = 8**-0.5) -> Attend:
     return attend
 
 
+def grouped(rows: str) -> Attend:
+    """Two heads in one product each, whose keys they share; `rows` is how the last product lays out its results."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v, q = k[:, ::2], v[:, ::2], q.unflatten(1, (2, 2))
+        mask = torch.full((TOKENS, TOKENS), -math.inf).triu(1)
+        shares = (torch.einsum("bgrqe,bgke->bgrqk", q, k) * 8**-0.5 + mask).softmax(-1)
+        mixed = torch.einsum(f"bgrqk,bgke->{rows}", shares, v)
+        return torch.einsum(f"{rows}->bgrqe", mixed).flatten(1, 2)
+
+    return attend
+
+
 def told(folder: Path, one: Callable[[], Any], other: Callable[[], Any]) -> list[Cause]:
     for name, program in (("a", one), ("b", other)):
         with torch.no_grad(), intercept(runs.RunRecorder(folder / name, "full")):
@@ -87,6 +100,8 @@ OTHER_FORMS = {
     "heads in another order": Program(fused(), torch.tensor([2, 0, 3, 1])),
     "scaled before": Program(BEFORE),
     "added to the mask": Program(added()),
+    "grouped by head": Program(grouped("bgrqe")),
+    "grouped by token": Program(grouped("bqgre")),
 }
 
 

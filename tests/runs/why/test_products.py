@@ -429,16 +429,16 @@ def test_weights_that_training_changes_are_named_once(tmp_path: Path) -> None:
     assert cause.what.startswith("has updated its weight otherwise")
 
 
-@pytest.mark.parametrize("temperature", [1.0, 1.1])
-def test_gradients_tell_whether_the_loss_is_another(temperature: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("temperature", "scale"), [(1.0, 1.0), (1.1, 1.0), (1.0, 2.0**16), (1.1, 2.0**16)])
+def test_gradients_tell_whether_the_loss_is_another(temperature: float, scale: float, tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 4))
     x, y = torch.randn(6, 16), torch.arange(6) % 4
 
-    def train(temperature: float) -> None:
+    def train(temperature: float, scale: float = 1.0) -> None:
         with torch.enable_grad():
-            nn.functional.cross_entropy(model(x) / temperature, y).backward()
+            (nn.functional.cross_entropy(model(x) / temperature, y) * scale).backward()
 
-    found = told(tmp_path, lambda: train(1.0), lambda: train(temperature))
+    found = told(tmp_path, lambda: train(1.0), lambda: train(temperature, scale))
     assert found.verdict == ("equal" if temperature == 1 else "difference")
     assert [what.partition(",")[0] for _, what in named(found)] == ["gets another gradient of its output"] * (
         temperature != 1

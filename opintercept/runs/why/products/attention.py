@@ -43,17 +43,23 @@ class Heads:
     rounding: float = 0.0  # how far the output is from that of its operands, in units of their rounding
 
     @classmethod
-    def of(cls, run: Run, scores: StoredCall | None, call: StoredCall, count: int) -> Heads:
-        """Read an attention, fused if there is no call of the scores; OpInterceptError if it cannot be read."""
+    def of(cls, run: Run, scores: StoredCall | None, call: StoredCall, count: int, sharing: int = 1) -> Heads:
+        """Read an attention, fused if there is no call of the scores; OpInterceptError if it cannot be read.
+
+        So many heads are `sharing` their keys, with all of their queries in one product.
+        """
         given, own = dict[str, Any](), 0.0
         if scores is None:
             parts, given, own = _fused(run, call)
         else:
             groups, _, width = shape_of(scores)
             two = factors_of(run, call)
-            heads = count if count and not groups % count else groups
-            both = tensor_of(run, scores, "lhs").reshape(groups, -1, width), weight_of(run, scores)
-            parts = [each.double().unflatten(0, (-1, heads)) for each in (*both, two.w.mT, two.x, two.out)]
+            heads = count if count and not groups * sharing % count else groups * sharing
+            q, k = tensor_of(run, scores, "lhs").reshape(groups, -1, width), weight_of(run, scores)
+            k, v = (each.repeat_interleave(sharing, 0) for each in (k, two.w.mT))
+            q = q.unflatten(1, (sharing, -1)).flatten(0, 1)
+            x, out = _apart(two.x, two.out, q @ k.mT, sharing) if sharing > 1 else (two.x, two.out)
+            parts = [each.double().unflatten(0, (-1, heads)) for each in (q, k, v, x, out)]
         q, k, v, weights, out = parts
         b, h, t, s = weights.shape
         if weights.numel() * b > _MOST:
@@ -108,6 +114,13 @@ def _fused(run: Run, call: StoredCall) -> tuple[list[torch.Tensor], dict[str, An
         own = worst(out, exact, limits)
     given = {"scale": float(found.scale), "dropout_p": found.dropout, "is_causal": bound.get("is_causal")}
     return [q, k, v, weights, out], given | {"masked": found.mask is not None}, own
+
+
+def _apart(x: torch.Tensor, out: torch.Tensor, scores: torch.Tensor, sharing: int) -> list[torch.Tensor]:
+    """Weights and outputs of each head, of which a product has one after the other, or those of each token together."""
+    by_head = [each.unflatten(1, (sharing, -1)).flatten(0, 1) for each in (x, out)]
+    by_token = [each.unflatten(1, (-1, sharing)).transpose(1, 2).flatten(0, 1) for each in (x, out)]
+    return max(by_head, by_token, key=lambda each: float((each[0] * scores).sum()))  # weights follow their scores
 
 
 def worst(out: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor) -> float:

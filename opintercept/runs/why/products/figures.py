@@ -147,9 +147,12 @@ class Comparing:
             calls = [side.calls[each] for _, side, each in sides]
             scores = [side.attentions[each] for _, side, each in sides]
             first = [None if of is None else side.calls[of] for (_, side, _), of in zip(sides, scores, strict=True)]
-            count, eps = min(map(_heads_of, calls)), max(eps_of(dtype_of(call, "lhs")) for call in calls)
-            one = Heads.of(self._a.run, first[0], calls[0], count)
-            other = Heads.of(self._b.run, first[1], calls[1], count)
+            shapes = [_queries_of(own or call) for own, call in zip(first, calls, strict=True)]
+            sharing = [_sharing(*shapes), _sharing(*shapes[::-1])]
+            count = min(_heads_of(call) * times for call, times in zip(calls, sharing, strict=True))
+            eps = max(eps_of(dtype_of(call, "lhs")) for call in calls)
+            one = Heads.of(self._a.run, first[0], calls[0], count, sharing[0])
+            other = Heads.of(self._b.run, first[1], calls[1], count, sharing[1])
             if one.q.shape[::2] != other.q.shape[::2] or one.v.size(2) != other.v.size(2):
                 raise OpInterceptError("the attentions have heads of other sizes")
             each = differing(one, other, self._queries(number, b, one, other), limit, eps)
@@ -354,6 +357,18 @@ def _heads_of(call: StoredCall) -> int:
     if gemm is not None:
         return gemm.batch
     return lhs.shape[-3] if lhs is not None and len(lhs.shape) > 2 else 1
+
+
+def _queries_of(call: StoredCall) -> tuple[int, int]:
+    """How many heads of all batches an attention has, and queries of each."""
+    shape = (1, 1) if call.record.lhs is None else call.record.lhs.shape
+    return math.prod(shape[:-2]), shape[-2]
+
+
+def _sharing(own: tuple[int, int], other: tuple[int, int]) -> int:
+    """How many of another program's heads are one, with all of their queries, as heads that share their keys may be."""
+    times = other[0] // max(own[0], 1)
+    return times if times > 1 and own == (other[0] / times, other[1] * times) else 1
 
 
 def _input_errors(x: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
