@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
@@ -19,6 +19,7 @@ from opintercept._values import rounding
 from opintercept.runs.program.names import operator_name
 from opintercept.runs.store.codec import StoredCall, is_output
 from opintercept.runs.store.columns import Array
+from opintercept.runs.store.run import Run
 from opintercept.runs.why.joining.calls import JoinedCalls
 from opintercept.runs.why.joining.rows import Factors, tensor_of
 from opintercept.runs.why.joining.tokens import MANY, row_error, row_errors, usual_error
@@ -32,6 +33,7 @@ _ALONE = 3.0  # how far above most columns one is whose error is its own
 _PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "_int_mm", "linear_dynamic"))
 _NEAR = 16  # calls between an attention and products of the same tokens
 _SHOWN = 4  # rows that are named
+_UPDATED = 2.0**-14  # of an update that its own rounding may be
 _TINY = torch.finfo(torch.float64).tiny
 
 
@@ -128,16 +130,19 @@ class Comparing:
 
     def gradients(self, number: int) -> float | None:
         """How far the gradients of outputs are apart; None if they were not recorded, or are of unlike shapes."""
-        links = self._links.of_a[number]
-        calls = self._a.calls[number], self._b.calls[links[0][0]]
-        one, other = (
-            side.gradients.get((call.rank, call.record.index))
-            for side, call in zip((self._a, self._b), calls, strict=True)
-        )
-        if one is None or other is None or len(links) > 1 or one.record.grad_of != other.record.grad_of:
+        (b, _), *others = self._links.of_a[number]
+        sides = (self._a, number), (self._b, b)
+        found = [side.gradients.get((side.calls[at].rank, side.calls[at].record.index)) for side, at in sides]
+        if others or None in found:
             return None
         with suppress(OpInterceptError):
-            x, y = tensor_of(self._a.run, one, "lhs").double(), tensor_of(self._b.run, other, "lhs").double()
+            x, y = (
+                _gradient(side.run, side.calls[at], call)
+                for (side, at), call in zip(sides, found, strict=True)
+                if call is not None
+            )
+            if (rows := self._links.rows.get((number, b))) is not None:
+                x, y = (each[torch.from_numpy(of)] for each, of in zip((x, y), rows, strict=True))
             return row_error(x.reshape(1, -1), unscaled(x, y).reshape(1, -1)) if x.shape == y.shape else None
         return None
 
@@ -240,6 +245,7 @@ class Comparing:
                 one, other = one[:, match.rows_a - (group_a or 0) * own.w.size(1)], other[:, rows_b]
                 eps = max(eps_of(each.bias.dtype) for each in (own, factors) if each.bias is not None)
                 off, least = (other - one).abs(), eps * one.abs().clamp_min(float(one.square().mean().sqrt()))
+                least = least + _UPDATED * float(self._updates(number, "bias", a.bias).max()) * one.abs().max()
                 for place in torch.where((off > least).any(0))[0].tolist():
                     found.bias[int(match.rows_a[place])] = float(off[:, place].max())
                 made[2, match.rows_a] = off.square().mean(0) * len(x)
@@ -284,8 +290,19 @@ class Comparing:
             one, other = self._joining.both(match, whole_a, whole_b)
             low = one.abs().amax(1, keepdim=True) if match in self._joining.terms else 0.0
             dtypes = dtype_of(calls[0], "rhs"), dtype_of(calls[1], "rhs")
-            self._rows[key] = RowErrors.of(one, other, dtypes, low, is_coded(whole_a) != is_coded(whole_b))
+            errors = RowErrors.of(one, other, dtypes, low, is_coded(whole_a) != is_coded(whole_b))
+            rounded = _UPDATED * self._updates(a, "w", whole_a)
+            rounded = rounded[torch.from_numpy(self._joining.matches[match].rows_a)] if len(rounded) > 1 else rounded
+            self._rows[key] = replace(errors, changed=errors.changed & (errors.error > rounded))
         return self._rows[key]
+
+    def _updates(self, number: int, name: str, now: torch.Tensor | None) -> torch.Tensor:
+        """How far training has moved each row of A's weight since its first call, or its bias."""
+        weight, call = self._a.weight[number], self._a.calls[number]
+        first = getattr(self._factors("a", self._a.weights[weight].calls[call.rank][0]), name)
+        if now is None or first is None or first.shape != now.shape:
+            return torch.zeros(1)
+        return row_errors(*(each.double().reshape(-1, each.size(-1)) for each in (now, first)))
 
     def _tokens(self, a: int, b: int, rows_a: int, rows_b: int) -> Rows:
         """The rows of two calls that are of the same token."""
@@ -349,6 +366,18 @@ def _elements(factors: Factors, part: tuple[int, int], order: Array | None) -> t
     """The input's elements that a match is about, `float64[g * m, k]`."""
     x = factors.x.reshape(-1, factors.x.size(2))[:, slice(*part)].double()
     return x if order is None else x[:, order]
+
+
+def _gradient(run: Run, forward: StoredCall, call: StoredCall) -> torch.Tensor:
+    """The gradient of a product's output, `float64[m, n]`, as a product of the backward pass reads it."""
+    lhs, x = tensor_of(run, call, "lhs"), tensor_of(run, forward, "lhs")
+    if call.record.grad_of == "rhs":
+        turned = lhs.mT.reshape(-1, lhs.size(-2))
+        is_input = turned.shape == (x.numel() // x.size(-1), x.size(-1)) and torch.equal(
+            turned, x.reshape(turned.shape)
+        )
+        lhs = tensor_of(run, call, "rhs") if is_input else turned
+    return lhs.reshape(-1, lhs.size(-1)).double()
 
 
 def _heads_of(call: StoredCall) -> int:

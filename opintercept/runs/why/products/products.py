@@ -97,6 +97,9 @@ class _Sweeping:
     figures: dict[int, Figures] = field(default_factory=dict)
     last: int = -1  # the last call of A that was compared
     whole: bool = False  # whether the gradient of its output was compared, which comes from the loss
+    _gradient: int | None = None  # the call that gets another gradient
+    _trained: bool = False  # whether its weight has been updated since
+    _harmless: bool = False  # whether such a gradient has come to nothing
     _open: list[_Suspect] = field(default_factory=list)
     _gone: list[_Suspect] = field(default_factory=list)
     _peak: float = 0.0  # the largest difference since the first of these, in units of what may be rounding
@@ -122,6 +125,9 @@ class _Sweeping:
                 self._compare_gradients(comparing, _WORST_GROWTH * noise + coarse + usual)
                 seen.clear()
             seen |= {a.weight[number]} - {-1}
+            if self._gradient is not None and a.weight[number] == a.weight[self._gradient]:
+                names = [a.calls[each].tensors.get("rhs") for each in (number, self._gradient)]
+                self._trained |= names[0] != names[1]
             few = number in self._few
             allowed = coarse + (usual if few else max(between[number], usual))  # others may round its operands
             found = self.figures.get(number) or comparing.neighbours(number, _WORST_GROWTH * noise + allowed)
@@ -139,14 +145,29 @@ class _Sweeping:
                 mean = max(mean, *found.usual)
         self._settle()
         self._compare_gradients(comparing, _WORST_GROWTH * noise + coarse + usual)
+        self.causes += [self._used_otherwise()] if self._gradient is not None else []
 
     def _compare_gradients(self, comparing: Comparing, limit: float) -> None:
-        """Compare what comes back to the last product from the loss, where a program trains."""
-        far = comparing.gradients(self.last) if self.last >= 0 and not self.causes else None
-        self.whole = far is not None
-        if far is not None and not far <= limit:
-            what = "gets another gradient of its output, so its output is used otherwise, up to the loss"
-            self.causes.append(self._cause(self.last, "operand", what))
+        """Compare what comes back to the products from the loss, where a program trains.
+
+        A difference is none if the next step has the same weights, as where gradients are divided and not their loss.
+        """
+        if self._gradient is not None and self._trained:
+            self._harmless, self.causes = not self.causes, self.causes and [self._used_otherwise()]
+            self._gradient, self._trained = None, False
+        if self.causes or self._gradient is not None:
+            return
+        found = {
+            number: comparing.gradients(number) for number in range(self.last, -1, -1) if number in self.links.of_a
+        }
+        self.whole = found.get(self.last) is not None
+        far = (number for number, far in found.items() if far is not None and not far <= limit)
+        self._gradient = None if self._harmless else next(far, None)
+
+    def _used_otherwise(self) -> Cause:
+        assert self._gradient is not None
+        what = "gets another gradient of its output, so its output is used otherwise, up to the loss"
+        return self._cause(self._gradient, "operand", what)
 
     def _find_throughout(self) -> None:
         """Sort out what many products have: weights in fewer bits, or results that are rounded more."""
