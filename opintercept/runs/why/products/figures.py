@@ -33,6 +33,7 @@ _ALONE = 3.0  # how far above most columns one is whose error is its own
 _PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "_int_mm", "linear_dynamic"))
 _NEAR = 16  # calls between an attention and products of the same tokens
 _SHOWN = 4  # rows that are named
+_TURNED = 0.01  # relative error of the operands of products that have them in each other's place
 _UPDATED = 2.0**-14  # of an update that its own rounding may be
 _TINY = torch.finfo(torch.float64).tiny
 
@@ -143,7 +144,8 @@ class Comparing:
             )
             if (rows := self._links.rows.get((number, b))) is not None:
                 x, y = (each[torch.from_numpy(of)] for each, of in zip((x, y), rows, strict=True))
-            return row_error(x.reshape(1, -1), unscaled(x, y).reshape(1, -1)) if x.shape == y.shape else None
+            alike = (unscaled(x, each).reshape(1, -1) for each in (y, y.mT) if each.shape == x.shape)  # as of `_turned`
+            return min((row_error(x.reshape(1, -1), each) for each in alike), default=None)
         return None
 
     def _attention(self, found: Figures, number: int, others: list[int], limit: float) -> None:
@@ -211,6 +213,8 @@ class Comparing:
         others = [self._factors("b", b) for b, _ in links]
         cut = any(self._joining.matches[match].by == "parts" for _, match in links)
         biased = not cut and all(each.bias is not None for each in (a, *others))
+        if len(others) == 1 and self._turned(found, a, others[0]):
+            return
         mine = a.columns(biased) + self._term("a", number, links[0][1])
         expected, filled = torch.zeros_like(mine), torch.zeros(mine.shape, dtype=torch.int64)
         made, inputs = mine.new_zeros(3, mine.size(1)), list[torch.Tensor]()
@@ -226,6 +230,8 @@ class Comparing:
             x, y = _elements(own, match.part_a, None), _elements(factors, match.part_b, match.order)
             if by_row := len(x) == len(mine) and len(y) == len(theirs):
                 x, y = x[ra], y[rb]
+                turn = _transposed(x, y)
+                y, rb = y[turn], rb[turn]
             if x.shape != y.shape:
                 raise OpInterceptError(f"the inputs have the shapes {list(x.shape)} and {list(y.shape)}")
             if match.part_b != (0, factors.w.size(2)):
@@ -274,6 +280,18 @@ class Comparing:
         found.usual = usual_error(torch.cat(inputs)), found.usual[1]
         found.columns = torch.stack([(expected - mine).square().sum(0), made.amax(0), mine.square().sum(0)])
         found.effect = float((made[0].sum() / found.columns[2].sum().clamp_min(_TINY)).sqrt())
+
+    def _turned(self, found: Figures, a: Factors, b: Factors) -> bool:
+        """Compare `x @ y.mT` with `y @ x.mT`; whether it is that."""
+        x, y, rows_x, rows_y = (each.reshape(-1, each.size(-1)).double() for each in (a.x, b.x, a.w, b.w))
+        if len(a.w) > 1 or len(b.w) > 1 or x.shape != rows_y.shape or y.shape != rows_x.shape:
+            return False
+        turned = max(row_error(x, rows_y), row_error(rows_x, y))
+        if turned > _TURNED or (x.shape == y.shape and row_error(x, y) <= turned):
+            return False
+        found.input = turned, turned
+        found.put_output(a.out.reshape(len(x), -1).double(), b.out.reshape(len(y), -1).double().mT)
+        return True
 
     def _put_weight(self, found: Figures, weight: RowErrors, rows: Array) -> None:
         found.weight = max(found.weight, float(weight.error.max()))
@@ -386,6 +404,15 @@ def _heads_of(call: StoredCall) -> int:
     if gemm is not None:
         return gemm.batch
     return lhs.shape[-3] if lhs is not None and len(lhs.shape) > 2 else 1
+
+
+def _transposed(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The order in which rows of B are those of A, as `[t, b]` and `[b, t]` may be; their own if none is."""
+    own = torch.arange(len(y))
+    if x.shape != y.shape or row_error(x, y) <= _TURNED:
+        return own
+    orders = (own.reshape(size, -1).T.reshape(-1) for size in range(2, len(own)) if len(own) % size == 0)
+    return next((each for each in orders if row_error(x, y[each]) <= _TURNED), own)
 
 
 def _queries_of(call: StoredCall) -> tuple[int, int]:
