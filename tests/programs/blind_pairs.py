@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from fresh_pairs import add_ports, drawn, made
-from outcomes import Pair, add
+from outcomes import Pair, Recorded, add
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -26,11 +27,19 @@ D, H, E, T = 32, 4, 8, 10  # width, heads, their size, tokens
 TOKENS = torch.randint(0, 40, (2, T), generator=torch.Generator().manual_seed(3))
 
 
-def both(name: str, program: Callable[..., Any], mistakes: dict[str, Planted], *, trains: bool = False) -> None:
+def both(
+    name: str,
+    program: Callable[..., Any],
+    mistakes: dict[str, Planted],
+    *,
+    trains: bool = False,
+    ops: Recorded = "all",
+) -> None:
     """Pairs of a program that is told whether it is the second one, and its mistake; `""` is none."""
     for mistake, what in mistakes.items():
         own = f"{name}: {mistake or 'rewritten'}"
         add(PAIRS, own, *what, made=True, trains=trains)(partial(program, mistake=mistake))
+        PAIRS[-1] = replace(PAIRS[-1], ops=ops)
 
 
 def heads(x: Tensor, size: int = E) -> Any:
@@ -1081,3 +1090,213 @@ port(
         "the last state is not scaled": (r"D\*\*-0\.5|head", ANY, r"0\.17|mul|left out|scal"),
     },
 )
+
+
+# Losses of a policy, of a student, of an encoder and of two players.
+
+
+def grpo(b: bool, mistake: str) -> Any:
+    """Advantages in groups, a clipped ratio and a penalty of the divergence."""
+    new, old, ref = (drawn(6, 5, seed=seed) * 0.3 - 1 for seed in (1, 2, 3))
+    new.requires_grad_()
+    rewards, seen = drawn(2, 3, seed=4), torch.arange(5) < torch.tensor([5, 3, 4, 5, 2, 5])[:, None]
+    centred = rewards - rewards.mean(1, keepdim=True)
+
+    def trainer() -> Any:
+        advantages = (centred / (rewards.std(1, keepdim=True) + 1e-4)).view(6, 1)
+        ratio = torch.exp(new - old)
+        gained = torch.min(ratio * advantages, torch.clamp(ratio, 0.8, 1.2) * advantages)
+        each = 0.04 * (torch.exp(ref - new) - (ref - new) - 1) - gained
+        loss = ((each * seen).sum(-1) / seen.sum(-1)).mean()
+        return loss, torch.autograd.grad(loss, new)
+
+    def port() -> Any:
+        deviation = (centred.square().sum(1, keepdim=True) / 2).sqrt()
+        advantages = (centred / (deviation + 1e-4)).reshape(6, 1)
+        ratio, most = (new - old).exp(), 1.28 if mistake == "clipped higher" else 1.2
+        gained = torch.where(advantages > 0, ratio.clamp_max(most), ratio.clamp_min(0.8)) * advantages
+        each = (0.04 * (torch.expm1(ref - new) - (ref - new)) - gained)[seen]
+        shares = (seen / seen.sum(-1, keepdim=True) / 6)[seen]
+        loss = each.mean() if mistake == "mean of all tokens" else (each * shares).sum()
+        return loss, torch.autograd.grad(loss, new)
+
+    return port if b else trainer
+
+
+both(
+    "grpo",
+    grpo,
+    {
+        "": (),
+        "clipped higher": ("clamp|gained", ANY, r"1\.28|clamp"),
+        "mean of all tokens": ("seen|mean|sum|loss", ANY, "div|mean|sum|left out"),
+    },
+    trains=True,
+)
+
+
+def dpo(b: bool, mistake: str) -> Any:
+    """Preferences; the port computes what is chosen and what is rejected in one batch."""
+    policy, before = (made(lambda: nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 20))) for _ in range(2))
+    before.requires_grad_(False)[1].weight.mul_(0.7)
+    tokens = torch.randint(0, 20, (2, 3, 9), generator=torch.Generator().manual_seed(5))
+    at, prompt, length = torch.arange(1, 9), torch.tensor([3, 2, 4]), torch.tensor([[9, 7, 8], [6, 9, 9]])
+    seen = at < length[..., None]
+    answer = seen & (at >= prompt[:, None])
+
+    def trainer() -> Any:
+        def logs(model: Any, n: int) -> Any:
+            each = torch.gather(model(tokens[n])[:, :-1].log_softmax(-1), 2, tokens[n, :, 1:, None])[..., 0]
+            return (each * answer[n]).sum(-1)
+
+        gained = (logs(policy, 0) - logs(policy, 1)) - (logs(before, 0) - logs(before, 1))
+        return torch.autograd.grad(-F.logsigmoid(0.1 * gained).mean(), [*policy.parameters()])
+
+    def port() -> Any:
+        def logs(model: Any) -> Any:
+            kept = seen if mistake == "prompts count" else answer
+            labels = tokens[..., 1:].where(kept, -100).flatten()
+            losses = F.cross_entropy(model(tokens.flatten(0, 1))[:, :-1].flatten(0, 1), labels, reduction="none")
+            return -losses.view(2, 3, 8).sum(-1)
+
+        chosen, rejected = 0.1 * (logs(policy) - logs(before))
+        return torch.autograd.grad(F.softplus(rejected - chosen).mean(), [*policy.parameters()])
+
+    return port if b else trainer
+
+
+both("dpo", dpo, {"": (), "prompts count": ("model", ANY, "gradient|loss")}, trains=True, ops="products")
+
+
+def distilled(b: bool, mistake: str) -> Any:
+    w, x, teacher = drawn(6, 5).requires_grad_(), drawn(8, 6, seed=2), drawn(8, 5, seed=3) * 2
+
+    def trainer() -> Any:
+        soft = F.kl_div(F.log_softmax(x @ w / 3, -1), F.softmax(teacher / 3, -1), reduction="batchmean") * 9
+        return torch.autograd.grad(soft, w)
+
+    def port() -> Any:
+        mine, theirs = (x @ w / 3).log_softmax(-1), (teacher / 3).log_softmax(-1)
+        soft = (theirs.exp() * (theirs - mine)).sum(-1).mean()
+        return torch.autograd.grad(soft if mistake else soft * 9, w)
+
+    return port if b else trainer
+
+
+both("distilled", distilled, {"": (), "no square": ("x @ w", ANY, "gradient|loss")}, trains=True, ops="products")
+
+
+def vae(b: bool, mistake: str) -> Any:
+    encoder, decoder = made(lambda: nn.Linear(6, 6)), made(lambda: nn.Linear(3, 6))
+    x, noise = drawn(4, 6), drawn(4, 3, seed=2)
+
+    def program() -> Any:
+        mean, log = encoder(x).chunk(2, -1)
+        out = decoder(mean + torch.exp(0.5 * log) * noise)
+        if not b:
+            loss = F.mse_loss(out, x, reduction="sum") / 4 - 0.5 * (1 + log - mean.square() - log.exp()).sum() / 4
+        else:
+            apart = 0.5 * (mean.square() + log.exp() - 1 - log)
+            apart = apart.mean(-1) if mistake else apart.sum(-1)
+            loss = ((out - x).square().sum(-1) + apart).mean()
+        return torch.autograd.grad(loss, [*encoder.parameters(), *decoder.parameters()])
+
+    return program
+
+
+both("vae", vae, {"mean of the dimensions": ("encoder", ANY, "gradient|loss")}, trains=True, ops="products")
+
+
+def gan(b: bool, mistake: str) -> Any:
+    maker = made(lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 6)))
+    critic = made(lambda: nn.Sequential(nn.Linear(6, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1)))
+    seed, real, ones = drawn(8, 4), drawn(8, 6, seed=2) + 0.5, torch.ones(8, 1)
+
+    def loss(x: Tensor, target: Tensor) -> Any:
+        scores = critic(x)
+        if not b:
+            return F.binary_cross_entropy_with_logits(scores, target)
+        return F.softplus(-scores if bool(target[0]) else scores).mean()
+
+    def program() -> Any:
+        fake = maker(seed)
+        found = torch.autograd.grad(loss(real, ones) + loss(fake.detach(), 0 * ones), [*critic.parameters()])
+        with torch.no_grad():
+            for weight, gradient in zip(critic.parameters(), found, strict=True):
+                weight -= 0.1 * gradient
+        last = -loss(fake, 0 * ones) if b and mistake else loss(fake, ones)
+        return torch.autograd.grad(last, [*maker.parameters()])
+
+    return program
+
+
+both("gan", gan, {"": (), "minimax": ("binary_cross|sub", ANY, "neg|softplus|sub")}, trains=True)
+
+
+def averaged(b: bool, mistake: str) -> Any:
+    """Momentum under a schedule; the port scales its loss, and takes that out of the gradients."""
+    model, x, y = (
+        made(lambda: nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2))),
+        drawn(3, 4, 5),
+        drawn(3, 4, 2),
+    )
+
+    def program() -> Any:
+        weights = [*model.parameters()]
+        buffers, averages = [torch.zeros_like(w) for w in weights], [w.detach().clone() for w in weights]
+        for n in range(3):
+            rate = 0.2 * (n if b and mistake else n + 1) / 3
+            loss = F.mse_loss(model(x[n]), y[n])
+            gradients = torch.autograd.grad(loss * 1024 if b else loss, weights)
+            with torch.no_grad():
+                for w, gradient, buffer, average in zip(weights, gradients, buffers, averages, strict=True):
+                    buffer.mul_(0.9).add_(gradient / 1024 if b else gradient)
+                    w.add_(buffer, alpha=-rate)
+                    average.lerp_(w, 0.1) if b else average.mul_(0.9).add_(w, alpha=0.1)
+        return averages
+
+    return program
+
+
+both("averaged", averaged, {"": ()}, trains=True, ops="mixed")
+both("averaged", averaged, {"the rate starts at zero": (r"w\.add_", ANY, "alpha|update")}, trains=True)
+
+
+# A mixture of each token with the one before it, and weights in groups of four bits.
+
+
+class Mixed(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.share = nn.Parameter(torch.zeros(12))
+        projections(self, ("key", 12, 24), ("value", 24, 12), ("head", 12, 4))
+
+    def forward(self, x: Tensor) -> Any:
+        last = F.pad(x, (0, 0, 1, -1))
+        keys = self.key(x * self.share + last * (1 - self.share))
+        return self.head(x + self.value(keys.relu().square()))
+
+
+def mixed(w: Any, x: Tensor, mistake: str) -> Any:
+    last, out = torch.zeros(2, 12), []
+    for now in x.unbind(1):
+        keys = (now.lerp(last, w["share"]) if mistake else last.lerp(now, w["share"])) @ w["key.weight"].T
+        out.append((now + keys.relu().square() @ w["value.weight"].T) @ w["head.weight"].T)
+        last = now
+    return torch.stack(out, 1)
+
+
+port("rwkv", Mixed, mixed, (drawn(2, 7, 12),), {"": (), "shares exchanged": (r"share|^key$|pad", ANY, "lerp|exchang")})
+
+
+def grouped(w: Any, x: Tensor, mistake: str) -> Any:
+    order = torch.randperm(32, generator=torch.Generator().manual_seed(9))
+    groups = w["0.weight"][:, order].view(24, 4, 8)
+    least, most = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    step = (most - least) / 15
+    codes = ((groups - least) / step).round()
+    inner = F.gelu(F.linear(x[:, order], (codes * step + least).view(24, 32), w["0.bias"]))
+    return F.linear(inner, w["2.weight"], w["2.bias"])
+
+
+port("gptq", lambda: nn.Sequential(nn.Linear(32, 24), nn.GELU(), nn.Linear(24, 5)), grouped, (drawn(6, 32),), {"": ()})

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from opintercept.runs.why.both import Both
 
 _BROKEN = 1e3  # times its noise that another result is off, which a change must not move
+_NEARER = 0.25  # of the square of the distance of a result, which no value brings about by chance
 ODD = 20.0  # times its noise that a recorded result may be off, before its call is not computed again
 _CALL = 1 << 14  # numbers that a call counts for beside those that it reads
 
@@ -214,7 +215,7 @@ class Accused:
         return False
 
     def helps(self, ends: Sequence[Step], bad: set[int]) -> bool:
-        """Whether A's results are nearer to B's with B's values here; so it is where no result shows it."""
+        """Whether a result of A is far nearer to B's with B's values here; so it is where none shows it."""
         steps = [step for step in self.judge.a.steps if step.number in bad and step.number >= self.end.number]
         made = self.rerun(steps, {self.end.number: constant(self.target)}, ends)
         nearer = []
@@ -223,7 +224,7 @@ class Accused:
             if end is not None and value.shape == end.joint.values.shape:
                 target, base = end.joint.values, self.sweep.made[number].base
                 sizes = [apart(each, target) for each in (base, value)]
-                nearer.append(sizes[1] < sizes[0])
+                nearer.append(sizes[1] < _NEARER * sizes[0])
         return any(nearer) or not nearer
 
 
