@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -341,34 +342,8 @@ class Judge(Both):
         if loss is not None and not causes and (coarser or self.dtypes[0] != self.dtypes[1]):
             layers, loss = with_layers(self, self.last, loss)
         seen = {each for each in self.a.active if not self.partial or is_product(self.a.steps[each])}
-        known = {*self.last.joined, *self.counterparts.ends}
-        unpaired = [number for number in self.a.ends if number not in known]
-        if self.partial:
-            unpaired = [n for n in unpaired if n not in self.last.made or self.counterparts.end(self.last, n) is None]
-        elif unpaired:
-            unpaired = [number for number in unpaired if number not in self.counterparts.by_weight]
-        paired = [number for number in self.a.ends if number not in unpaired]
+        paired = [number for number in self.a.ends if self._is_paired(number)]
         upto = f"{'the last product, ' * self.partial}{place_of(self.a.steps[paired[-1]])}" if paired else ""
-        notes = [*self.counterparts.reasons]
-        if (share := self.joints.share) is not None:
-            notes.append(f"B computes {len(share.kept)} of {counted(share.samples, 'part')} of A's batch, and no other")
-        if unpaired:
-            names = ", ".join(str(place_of(self.a.steps[each])) for each in unpaired[:4])
-            notes.append(f"results of A without a counterpart in B, not compared: {names}")
-        for found, why in (
-            (self.taken, "taken as recorded, since A's own replay makes something else"),
-            (self._blind, "not compared, since they cannot be computed from what B has"),
-        ):
-            if found:
-                names = ", ".join(dict.fromkeys(self.a.steps[each].operator for each in sorted(found)))
-                notes.append(f"{why}: {names}")
-        for number, count in self.last.turned.items():
-            choices = f"{counted(count, 'choice')} of {place_of(self.a.steps[number])}"
-            notes.append(f"rounding turns {choices}, and B's are taken")
-        if any(self.counterparts.unseen_bias(number) is not None for number in self.a.ends):
-            notes.append(UNSEEN_BIAS)
-        if refused := self.a.program.refused():
-            notes.append(f"not on the list of operators that may run again, taken as recorded: {', '.join(refused)}")
         return Answer(
             a=a.head(),
             b=b.head(),
@@ -383,8 +358,38 @@ class Judge(Both):
             layers=layers,
             rewritten=() if self.partial else self._rewritten(),  # B's other operators are not known
             loss=loss,
-            notes=tuple(notes),
+            notes=(*self._notes([number for number in self.a.ends if number not in paired]),),
         )
+
+    def _is_paired(self, number: int) -> bool:
+        """Whether a result of A has a counterpart in B."""
+        if number in self.last.joined or number in self.counterparts.ends:
+            return True
+        if not self.partial:
+            return number in self.counterparts.by_weight
+        return number in self.last.made and self.counterparts.end(self.last, number) is not None
+
+    def _notes(self, unpaired: list[int]) -> Iterator[str]:
+        """What was not compared, or was taken as it is."""
+        yield from self.counterparts.reasons
+        if (share := self.joints.share) is not None:
+            yield f"B computes {len(share.kept)} of {counted(share.samples, 'part')} of A's batch, and no other"
+        if unpaired:
+            names = ", ".join(str(place_of(self.a.steps[each])) for each in unpaired[:4])
+            yield f"results of A without a counterpart in B, not compared: {names}"
+        for found, why in (
+            (self.taken, "taken as recorded, since A's own replay makes something else"),
+            (self._blind, "not compared, since they cannot be computed from what B has"),
+        ):
+            if found:
+                yield f"{why}: {', '.join(dict.fromkeys(self.a.steps[each].operator for each in sorted(found)))}"
+        for number, count in self.last.turned.items():
+            choices = f"{counted(count, 'choice')} of {place_of(self.a.steps[number])}"
+            yield f"rounding turns {choices}, and B's are taken"
+        if any(self.counterparts.unseen_bias(number) is not None for number in self.a.ends):
+            yield UNSEEN_BIAS
+        if refused := self.a.program.refused():
+            yield f"not on the list of operators that may run again, taken as recorded: {', '.join(refused)}"
 
     def _rewritten(self) -> tuple[Place, ...]:
         """Where A computes what B does not have, and nothing comes of it."""

@@ -445,6 +445,45 @@ def test_gradients_tell_whether_the_loss_is_another(temperature: float, scale: f
     )
 
 
+@pytest.mark.parametrize("undone", [True, False])
+def test_halved_gradients_accuse_nobody_if_the_next_step_has_the_same_weights(undone: bool, tmp_path: Path) -> None:
+    x = torch.randn(6, 16)
+
+    def train(half: bool) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 4))
+        for _ in range(2):
+            with torch.enable_grad():
+                loss = model(x).square().mean()
+                gradients = torch.autograd.grad(loss / 2 if half else loss, [*model.parameters()])
+            for weight, gradient in zip(model.parameters(), gradients, strict=True):
+                weight -= 0.1 * gradient * (2 if half and undone else 1)
+
+    found = told(tmp_path, lambda: train(False), lambda: train(True))
+    assert [what.partition(",")[0] for _, what in named(found)] == ["gets another gradient of its output"] * (
+        not undone
+    )
+
+
+def test_the_gradient_of_each_product_is_compared(tmp_path: Path) -> None:
+    one, two, x = nn.Linear(16, 24), nn.Linear(24, 4), torch.randn(6, 16)
+
+    def train(penalty: float) -> None:
+        with torch.enable_grad():
+            inner = one(x)
+            (two(inner.tanh()).square().sum() + penalty * inner.square().sum()).backward()
+
+    (cause,) = told(tmp_path, lambda: train(0.1), lambda: train(0.2)).causes
+    assert cause.what.startswith("gets another gradient of its output")
+
+
+@pytest.mark.parametrize("swapped", [False, True], ids=["", "swapped"])
+def test_products_may_have_their_operands_in_each_others_place(swapped: bool, tmp_path: Path) -> None:
+    layer, x, y = nn.Linear(16, 24), torch.randn(6, 16), torch.randn(5, 24)
+    programs = [lambda: layer(x) @ y.mT, lambda: (y @ layer(x).mT).mT]
+    assert named(told(tmp_path, *(programs[::-1] if swapped else programs))) == []
+
+
 @pytest.mark.parametrize("swapped", [False, True], ids=["", "swapped"])
 def test_whole_numbers_with_scales_stand_for_what_they_are_multiplied_by(swapped: bool, tmp_path: Path) -> None:
     layers = nn.Sequential(nn.Linear(32, 48, bias=False), nn.Tanh(), nn.Linear(48, 16, bias=False))

@@ -38,7 +38,6 @@ from opintercept.runs.why.changes.wording import (
 )
 from opintercept.runs.why.counterparts import ACTIVATIONS
 
-_ODD = 20.0  # times its noise that a recorded result may be off, before its call is not computed again
 _FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
