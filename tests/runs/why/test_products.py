@@ -479,7 +479,7 @@ def test_the_gradient_of_each_product_is_compared(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("swapped", [False, True], ids=["", "swapped"])
 def test_products_may_have_their_operands_in_each_others_place(swapped: bool, tmp_path: Path) -> None:
-    layer, x, y = nn.Linear(16, 24), torch.randn(6, 16), torch.randn(5, 24)
+    layer, x, y = nn.Linear(16, 24), torch.randn(6, 16), torch.randn(6, 24)
     programs = [lambda: layer(x) @ y.mT, lambda: (y @ layer(x).mT).mT]
     assert named(told(tmp_path, *(programs[::-1] if swapped else programs))) == []
 
