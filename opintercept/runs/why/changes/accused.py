@@ -215,7 +215,12 @@ class Accused:
         return False
 
     def helps(self, ends: Sequence[Step], bad: set[int]) -> bool:
-        """Whether a result of A is far nearer to B's with B's values here; so it is where none shows it."""
+        """Whether a result of A is nearer to B's with B's values here, far nearer with those of another operator.
+
+        So it is where no result shows it.
+        """
+        other = self.found.step
+        least = 1.0 if other is not None and other.operator == self.end.operator else _NEARER
         steps = [step for step in self.judge.a.steps if step.number in bad and step.number >= self.end.number]
         made = self.rerun(steps, {self.end.number: constant(self.target)}, ends)
         nearer = []
@@ -224,7 +229,7 @@ class Accused:
             if end is not None and value.shape == end.joint.values.shape:
                 target, base = end.joint.values, self.sweep.made[number].base
                 sizes = [apart(each, target) for each in (base, value)]
-                nearer.append(sizes[1] < _NEARER * sizes[0])
+                nearer.append(sizes[1] < least * sizes[0])
         return any(nearer) or not nearer
 
 
