@@ -204,6 +204,8 @@ class Links:
                 needed = needed and function is None  # in a compiled graph no operand tells more than another
         other = links.get(number)
         if other is not None:
+            if function is None and not fresh and other.sure and not other.needed:
+                return place  # no node is of this one: the newest is a custom Function's, such as a compiled graph's
             if not needed or other.needed or not other.sure:
                 if needed or (function is not None and not other.needed) or (inside and not other.sure):
                     # Inside of a wrapper, the first product belongs to the node. Others may have no node.
