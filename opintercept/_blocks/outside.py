@@ -5,7 +5,7 @@ Invariant: entering and leaving cost microseconds while no library of that kind 
 
 from __future__ import annotations
 
-from opintercept._engines import arrivals, blind_spots, graphs, launches, patched_functions
+from opintercept._engines import arrivals, blind_spots, graphs, inductor, launches, patched_functions
 from opintercept._engines.base import Watcher
 from opintercept._engines.patches import Replacements, Wrapped
 
@@ -24,6 +24,7 @@ def enter(user: object, watcher: Watcher) -> None:
     if watcher.patched:
         patched_functions.PATCHES.enter(user)
     launches.enter(user)
+    inductor.enter(user, watcher)
 
 
 def leave(user: object) -> None:
@@ -35,4 +36,7 @@ def leave(user: object) -> None:
         try:
             patched_functions.PATCHES.leave(user)
         finally:
-            PATCHES.leave(user)
+            try:
+                inductor.leave(user)
+            finally:
+                PATCHES.leave(user)

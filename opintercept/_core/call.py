@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping
 from threading import get_native_id
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
-from opintercept._core.call_site import NOWHERE, CallSite
+from opintercept._core.call_site import NOWHERE, CallSite, KernelPart
 from opintercept._core.errors import OpInterceptError
 from opintercept._core.gemm import Gemm
 from opintercept._core.record import CallRecord, PendingRecord, Phase, Summary, summary_of, taken_of
@@ -176,6 +176,23 @@ class OpCall:
     def op(self) -> str:
         """The operator without its overload, `"aten::addmm"`; at function level the function's public name."""
         return self._spec.name
+
+    @property
+    def ops(self) -> tuple[str, ...] | None:
+        """The operators that a kernel stands for which torch.compile has generated; None for other calls.
+
+        They are those of the program, as autograd sees them: `"aten::_softmax"`, not the `"aten::exp"` in it.
+        """
+        ops: tuple[str, ...] | None = getattr(self.func, "ops", None) if self.op.startswith("inductor::") else None
+        return ops
+
+    @property
+    def parts(self) -> tuple[KernelPart, ...]:
+        """What such a kernel computes, each with its module and line, as far as that is known. Raises as `module` does.
+
+        They are the operators that are left of those in `ops` after torch.compile has decomposed them.
+        """
+        return self._where("module").parts
 
     @property
     def opaque(self) -> bool:

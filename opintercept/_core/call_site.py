@@ -9,7 +9,26 @@ import atexit
 import os
 import re
 import sys
+from collections.abc import Sequence
 from types import CodeType
+from typing import NamedTuple
+
+Line = tuple[str, int, str]
+"""A file, a line number and a function."""
+
+
+class KernelPart(NamedTuple):
+    """One operator that a generated kernel computes.
+
+    Attributes:
+        op: The operator, after torch.compile has decomposed it, `"aten::exp"` for a part of a softmax.
+        module: The module that runs it; None if it is not known.
+        source: The program's line, or None.
+    """
+
+    op: str
+    module: str | None
+    source: str | None
 
 
 class CallSite:
@@ -41,6 +60,11 @@ class CallSite:
     def module(self) -> str | None:
         """The first of the names, or None."""
         return self.aliases[0] if self.aliases else None
+
+    @property
+    def parts(self) -> tuple[KernelPart, ...]:
+        """What a generated kernel computes, as far as that is known; nothing for other calls."""
+        return ()
 
     @property
     def source(self) -> str | None:
@@ -77,6 +101,17 @@ def _written(file: str, line: int | None, function: str) -> str:
     # After a graph break, Dynamo runs the rest of a function under a name of its own.
     resumed = re.search(_RESUMED, function)
     return f"{_file(file)}:{line} in {function if resumed is None else resumed[1]}"
+
+
+def written_lines(lines: Sequence[Line]) -> str | None:
+    """The lines as text, `"model.py:42, 43 in forward"`; None if there are none."""
+    numbers: dict[tuple[str, str], list[str]] = {}
+    for file, line, function in lines:
+        head, tail = _written(file, line, function).split(f":{line} in ", 1)
+        of_function = numbers.setdefault((head, tail), [])
+        if str(line) not in of_function:
+            of_function.append(str(line))
+    return "; ".join(f"{file}:{', '.join(found)} in {function}" for (file, function), found in numbers.items()) or None
 
 
 def _file(name: str) -> str:

@@ -57,6 +57,7 @@ class Pipeline:
         queue: The calls that kernels have noted, if the engine has kernels that do.
         noted: The same; None while the hooks have to see each call.
         opaque: How many calls of each opaque operator have run, by name.
+        unseen: The names there of what is no call: code that bypasses the dispatcher, in the order in which it ran.
         skip: Counts a call of an operator that is not looked at.
         end_step: The handles of hooks with an `end_step`.
     """
@@ -87,6 +88,7 @@ class Pipeline:
         # Atomic, also between threads.
         self.next_index: Callable[[], int] = self._count.__next__ if ring is None else ring.next_index
         self.opaque: Counter[str] = Counter()
+        self.unseen: dict[str, None] = {}
         self._counting = threading.RLock()  # held for nothing else, so that it can be taken under any other
         self._skipped = itertools.count()
         self.skip: Callable[[], int] = self._skipped.__next__
@@ -447,6 +449,11 @@ class Pipeline:
         """Count calls of an opaque operator."""
         with self._counting:
             self.opaque[name] += calls
+
+    def count_unseen(self, name: str) -> None:
+        """Count code that has run in a block and that nobody sees, in `opaque` too."""
+        self.count_opaque(name)
+        self.unseen[name] = None
 
     def survives(self, handle: Handle, phase: str, call: OpCall | CallRecord, exception: Exception) -> bool:
         """Handle an exception of a hook: add a note that says where, or switch the hook off and return True."""

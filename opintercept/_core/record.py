@@ -67,6 +67,7 @@ class Summary:
     flops: int | None = field(metadata=shared(lambda call: call.flops))
     bytes: int | None = field(metadata=shared(lambda call: call.bytes))
     opaque: bool = field(metadata=shared(lambda call: call.opaque))
+    ops: tuple[str, ...] | None = field(default=None, metadata=shared(lambda call: call.ops))
 
     @property
     def outputs(self) -> tuple[TensorMeta | None, ...]:
@@ -94,7 +95,8 @@ class Summary:
         output = next(iter(self.outputs), None)
         # The operands of a backward operator are those of the forward one, and it multiplies the gradient. In a
         # transposed convolution, the product is summed again where kernels overlap; in addbmm, over the batch.
-        if self.gemm is None or output is None or self.op.endswith("_backward"):
+        # And what a generated kernel returns may be computed from the product.
+        if self.gemm is None or output is None or self.ops is not None or self.op.endswith("_backward"):
             return None
         batch, m, n, k = self.gemm[:4]
         return k if math.prod(output.shape) == batch * m * n else None

@@ -20,7 +20,7 @@ from opintercept._core import locks
 from opintercept._core.after_import import AfterImport
 from opintercept._core.errors import OpInterceptWarning, caller_level
 from opintercept._core.fork import in_child
-from opintercept._engines import foreign, launches, patched_functions
+from opintercept._engines import foreign, inductor, launches, patched_functions
 from opintercept._engines.base import Watcher
 from opintercept._engines.dynamo import keep_out
 from opintercept._engines.kernels import KERNELS
@@ -170,7 +170,9 @@ register.on_declared = _declared
 
 def _waits_for(module: str) -> bool:
     packs.load((), (module,))  # says which functions to wait for
-    return module == launches.MODULE or any(name.partition(":")[0] == module for name in ROWS.patched)
+    return module in (launches.MODULE, inductor.MODULE) or any(
+        name.partition(":")[0] == module for name in ROWS.patched
+    )
 
 
 def _imported(name: str) -> None:
@@ -179,11 +181,12 @@ def _imported(name: str) -> None:
         with locks.shared:
             for user in _users:
                 launches.enter(user)
+        inductor.come()
         come(functions=True)
 
 
 _IMPORTS = AfterImport(_waits_for, _imported)
-"""Waits for modules with functions that are declared, and for Triton's."""
+"""Waits for modules with functions that are declared, and for those of Triton and Inductor."""
 
 
 @in_child

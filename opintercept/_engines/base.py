@@ -23,8 +23,9 @@ from opintercept._core.noted import Ring
 from opintercept._core.pipeline import Pipeline
 from opintercept._engines import foreign, overloads
 from opintercept._native import library
+from opintercept._ops.generated import GeneratedKernel
 from opintercept._ops.patched_functions import is_patched
-from opintercept._ops.select import ALL, PRODUCTS, patched_of, split
+from opintercept._ops.select import ALL, PRODUCTS, holds_watched, patched_of, split
 from opintercept._ops.table import ROWS
 from opintercept._origin import stack
 from opintercept._origin.links import graph_task
@@ -307,7 +308,9 @@ class Watcher:
         return self._tells if key in self.unknown else None
 
     def watches(self, key: Any) -> bool:
-        """Whether it watches `key`."""
+        """Whether it watches `key`. A generated kernel is watched for any of the operators that it stands for."""
+        if isinstance(key, GeneratedKernel):
+            return holds_watched(key, split(self.ops), self.keys)
         return self.keys is None or key in self.keys or key in self.patched
 
 

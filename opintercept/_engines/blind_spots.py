@@ -66,7 +66,7 @@ def _telling(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 def tell(name: str, watchers: Iterable[Watcher]) -> None:
     """Count what watchers do not see, and warn once."""
     for watcher in (watchers := tuple(watchers)):
-        watcher.pipeline.count_opaque(name)
+        watcher.pipeline.count_unseen(name)
     if watchers and name not in _warned:
         _warned.add(name)
         warnings.warn(_MESSAGES[name], OpInterceptWarning, stacklevel=caller_level())

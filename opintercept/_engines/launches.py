@@ -55,7 +55,7 @@ def _launched(metadata: Any) -> None:
     name = str(metadata.get()["name"])
     if not re.match(_PLAIN, name):
         for watcher in watchers:
-            watcher.pipeline.count_opaque(f"triton::{name}")
+            watcher.pipeline.count_unseen(f"triton::{name}")
 
 
 @in_child

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from operator import itemgetter
 from typing import Any
 
 from opintercept._core import locks
@@ -107,7 +106,7 @@ class Replacements:
         self._copies = copies
         self._displaced = displaced
         self._users: set[object] = set()
-        self._in_place: list[Replaced] = []
+        self._in_place: dict[Replaced, None] = {}  # in order
         in_child(self._forget_parent)
 
     def enter(self, user: object) -> None:
@@ -118,12 +117,14 @@ class Replacements:
                 return
             new = [patch for patch in self._find() if patch not in self._in_place or patch.now() is patch.original]
             if new:
+                again = set(new)
                 places = {(id(patch.owner), patch.attribute) for patch in new}
                 # Of a module that was loaded again, the function before has gone.
-                self._in_place[:] = [p for p in self._in_place if p in new or (id(p.owner), p.attribute) not in places]
+                for before in [p for p in self._in_place if (id(p.owner), p.attribute) in places and p not in again]:
+                    del self._in_place[before]
                 steps = [patch.assign(patch.replacement) for patch in new]
                 # A single C call, so that neither an interrupt nor a signal handler comes in between.
-                self._in_place.extend(map(itemgetter(0), zip(new, map(operator.call, steps), strict=True)))
+                self._in_place.update(zip(new, map(operator.call, steps), strict=True))
 
     def leave(self, user: object) -> None:
         """End an `enter`. Can be repeated."""

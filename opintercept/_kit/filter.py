@@ -76,7 +76,7 @@ class CallFilter(Copyable):
     def _passes(self, call: OpCall | CallRecord) -> bool:
         if not (
             (self._phase is None or call.phase == self._phase)
-            and (self._ops is None or not self._ops.isdisjoint(_names(call.op)))
+            and (self._ops is None or not self._ops.isdisjoint(_names(call)))
             and (self._steps is None or self._in_steps(call.step))
             and (self._dtype is None or any(_dtype(t) == self._dtype for t in _operands(call)))
             and (self._min_numel is None or any(_numel(t) >= self._min_numel for t in _operands(call)))
@@ -184,9 +184,10 @@ def _op_names(op: Any) -> frozenset[str]:
     return frozenset(names)
 
 
-def _names(op: str) -> tuple[str, str]:
-    """The full name of an operator and its short name."""
-    return op, short_name(op)
+def _names(call: OpCall | CallRecord) -> tuple[str, ...]:
+    """The full name of an operator and its short name. A generated kernel has those of its operators, too."""
+    names = (call.op, *(call.ops or ()))
+    return (*names, *map(short_name, names))
 
 
 def _operands(call: OpCall | CallRecord) -> list[Any]:

@@ -10,6 +10,7 @@ import torch
 
 from opintercept._core.text import short_name
 from opintercept._ops import families
+from opintercept._ops.generated import GeneratedKernel
 from opintercept._ops.op import Op
 from opintercept._ops.patched_functions import is_patched
 from opintercept._ops.table import HIGHER_ORDER, PLACES, ROWS, exact, functions, overloads, row_of, rows_for
@@ -93,6 +94,39 @@ def of_families(
         return found
     others = (families.functions_of(name, [owner for _, owner, _ in PLACES]) for name in names if name not in PRODUCTS)
     return found.union((f for f, row in functions().items() if family_of(row) in names), *others)
+
+
+def holds_watched(kernel: GeneratedKernel, chosen: Selection, keys: Any) -> bool:
+    """Whether `ops=` selects one of the operators that a generated kernel stands for.
+
+    Args:
+        kernel: The kernel. If its operators are not known, `"all"` alone selects it.
+        chosen: What `ops=` asks for.
+        keys: What the engine watches: overloads, or names of overloads; None for everything.
+    """
+    if chosen.everything:
+        return not kernel.ops or any(not _in_families(op, chosen.without) for op in kernel.ops)
+    return any(_in_families(op, chosen.families) or _is_among(op, keys) for op in kernel.ops if _computes(op, kernel))
+
+
+def _in_families(op: str, names: tuple[str, ...]) -> bool:
+    found = overloads(op)
+    for name in names:
+        if name in PRODUCTS:
+            if any(family_of(row) == name for row in rows_for(op)):
+                return True
+        elif found and families.belongs(op, lambda: found[0], name):
+            return True
+    return False
+
+
+def _is_among(op: str, keys: Any) -> bool:
+    return keys is None or any(overload in keys or overload._name in keys for overload in overloads(op))
+
+
+def _computes(op: str, kernel: GeneratedKernel) -> bool:
+    """Whether the kernel computes an operator of its name: it may only add the bias to what another has computed."""
+    return kernel.multiplies or not rows_for(op)
 
 
 def family_of(row: Op) -> str:

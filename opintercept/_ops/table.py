@@ -17,6 +17,7 @@ import torch
 from opintercept._core.noted import forget
 from opintercept._core.record import forget_summaries
 from opintercept._ops import convolutions, patched_functions, shapes
+from opintercept._ops.generated import GeneratedKernel
 from opintercept._ops.op import Family, FlopsRule, GemmRule, Kind, Op, parameters_of
 
 
@@ -87,7 +88,12 @@ ROWS = OpTable()
 
 @lru_cache(maxsize=4096)
 def row_of(key: Any) -> Op:
-    """Return the row of an overload, of its name, or of a function; a row without operands if it is not a matmul."""
+    """Return the row of an overload, of its name, of a function or of a generated kernel.
+
+    What is not a matmul has a row without operands.
+    """
+    if isinstance(key, GeneratedKernel):
+        return key.row
     name = key if isinstance(key, str) else getattr(key, "_name", None)
     if name is None and key not in functions() and patched_functions.NAMES.get(key) in ROWS:
         name = patched_functions.NAMES[key]

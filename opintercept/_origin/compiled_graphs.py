@@ -13,13 +13,16 @@ import linecache
 import operator
 import os
 import re
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from opintercept._core.call_site import CallSite
+from opintercept._core.call_site import CallSite, KernelPart, written_lines
+from opintercept._origin import fused
 from opintercept._origin.sources import Source, parse
+from opintercept._origin.wrappers import wrapper_at
 
 if TYPE_CHECKING:
     import torch
@@ -76,6 +79,7 @@ class Graph(NamedTuple):
     # For each node of the forward pass, by its name in Inductor's graph, the traces of the products that have it as an
     # operand or as their output.
     saved: dict[str, frozenset[Trace]]
+    placed: dict[str, Trace]  # the traces of its nodes, by their names in Inductor's graph
 
     def product(self, names: list[str], fused: bool) -> Trace:
         """Return the product among the nodes that a kernel was made of. It is the last, after those of its operands."""
@@ -112,17 +116,186 @@ def is_generated(code: CodeType) -> bool:
     return known[1]
 
 
-def forward(frame: FrameType) -> tuple[Trace, Graph | None]:
-    """Return the trace of the call that a frame of generated code makes, and the graph that the call is in."""
-    graph = _graph_of_dynamo(frame)
+def forward(frame: FrameType, graph: Graph | None) -> Trace:
+    """Return the trace of the call that a frame of generated code makes, which was compiled from this graph."""
     if graph is not None and not graph.saved and (text := _text(frame)):
         _read_saved(graph, _parse(text)[0])
-    return _once(frame, graph, _in_module if _is_module(frame) else _in_wrapper), graph
+    return _once(frame, graph, _in_module if _is_module(frame) else _in_wrapper)
 
 
 def backward(frame: FrameType, graph: Graph | None) -> Trace:
     """Return the trace of a call in the backward pass of a graph."""
     return _once(frame, graph, _in_module if _is_module(frame) else _in_backward_wrapper)
+
+
+class Computed(NamedTuple):
+    """A node that a generated kernel computes: its operator, and where it comes from."""
+
+    op: str
+    trace: Trace
+
+
+_computed: dict[tuple[int, int], tuple[CodeType, Graph | None, dict[int, tuple[Computed, ...]]]] = {}
+atexit.register(_computed.clear)
+
+
+def computed(frame: FrameType, graph: Graph | None) -> tuple[Computed, ...]:
+    """Return what the kernel computes that a frame of a wrapper launches; nothing for other calls.
+
+    Args:
+        frame: The frame.
+        graph: Dynamo's graph, of which the wrapper is the forward or the backward pass.
+    """
+    code = frame.f_code
+    if _is_module(frame) or frame.f_lineno not in wrapper_at(code.co_filename).launches:
+        return ()
+    key = (id(code), id(graph))
+    known = _computed.get(key)
+    if known is None:
+        if len(_computed) > 1000:
+            _computed.clear()
+        known = _computed[key] = (code, graph, _computed_in(code.co_filename, _text(frame) or "", graph))
+    return known[2].get(frame.f_lineno, ())
+
+
+def _computed_in(file: str, text: str, graph: Graph | None) -> dict[int, tuple[Computed, ...]]:
+    cache = getattr(sys.modules.get("torch._inductor.codecache"), "PyCodeCache", None)
+    stacks = getattr(cache, "linemaps", {}).get(file, ())
+    whole = fused.InductorGraph(text)
+    events = wrapper_at(file).events
+    traces = _traces(whole, graph)
+    nodes = fused.nodes_of(whole, events, zip(*stacks, strict=False) if len(stacks) == 2 else ())
+    return {
+        line: tuple(Computed(node.op, traces[node.name]) for node in found) for line, found in nodes.items() if found
+    }
+
+
+def _traces(whole: fused.InductorGraph, graph: Graph | None) -> dict[str, Trace]:
+    """The trace of each node of Inductor's graph.
+
+    Both graphs have the program's lines. If modules share one, their nodes on it follow each other as in Dynamo's
+    graph. Where there are not as many runs of nodes as modules, as in a backward pass, a node belongs to the only one
+    of those modules whose saved tensors or weights it is connected with.
+    """
+    lines = _lines_now(whole, graph)
+    traces = {
+        name: UNKNOWN._replace(line=None if node.line is None else lines[node.line])
+        for name, node in whole.nodes.items()
+    }
+    if graph is None:
+        return traces
+    places: dict[fused.Line, list[tuple[Trace, bool]]] = {}
+    for trace, product in graph.nodes.values():
+        if trace.line is not None and trace.source is not None:
+            places.setdefault(trace.line, []).append((trace, product))
+    names: dict[fused.Line, list[str]] = {}
+    for name in whole.nodes:
+        if (line := traces[name].line) in places and line is not None:
+            names.setdefault(line, []).append(name)
+    told: dict[str, Trace] = {}
+    if any(name.startswith("tangents_") for name in whole.nodes):
+        _connect(whole, graph, traces, places, told)
+    else:
+        for line, of_line in names.items():
+            told |= _aligned(places[line], of_line, whole)
+        graph.placed.update(told)
+    return traces | told
+
+
+def _aligned(its: list[tuple[Trace, bool]], names: list[str], whole: fused.InductorGraph) -> dict[str, Trace]:
+    """Which of a line's nodes has which trace, if their order tells. Products divide both into the same parts."""
+    order = {name: place for place, name in enumerate(whole.nodes)}
+    ours: list[list[list[str]]] = [[]]  # runs of nodes that follow each other, between products
+    before = -2
+    for name in names:
+        if re.match(_PRODUCTS, whole.nodes[name].op.partition("::")[2]):
+            ours += [[[name]], []]
+        elif ours[-1] and order[name] == before + 1:
+            ours[-1][-1].append(name)
+        else:
+            ours[-1].append([name])
+        before = order[name]
+    theirs: list[list[Trace]] = [[]]
+    for trace, product in its:
+        if product:
+            theirs += [[trace], []]
+        elif not theirs[-1] or theirs[-1][-1] != trace:
+            theirs[-1].append(trace)
+    if len({trace for trace, _ in its}) == 1:
+        return dict.fromkeys(names, its[0][0])
+    if len(ours) != len(theirs):
+        ours, theirs = [[run for part in ours for run in part]], [[trace for part in theirs for trace in part]]
+    found: dict[str, Trace] = {}
+    for runs, traces in zip(ours, theirs, strict=True):
+        if len(set(traces)) == 1:
+            found |= dict.fromkeys((name for run in runs for name in run), traces[0])
+        elif len(runs) == len(traces):
+            found |= {name: trace for run, trace in zip(runs, traces, strict=True) for name in run}
+    return found
+
+
+def _connect(
+    whole: fused.InductorGraph,
+    graph: Graph,
+    traces: dict[str, Trace],
+    places: dict[fused.Line, list[tuple[Trace, bool]]],
+    told: dict[str, Trace],
+) -> None:
+    """Add the traces of the nodes of a backward pass.
+
+    Several modules may share a line. Then the neighbours of a node tell: saved tensors, weights, and other nodes.
+    """
+    able: dict[fused.Line, set[Trace]] = {}
+    for line, its in places.items():
+        able[line] = {trace for trace, product in its if not product} or {trace for trace, _ in its}
+    near: dict[str, set[Trace]] = {}
+    for name, node in whole.nodes.items():
+        if not node.op and (place := _input(name)) is not None:
+            near[name] = set(graph.inputs[place]) if place < len(graph.inputs) else set()
+        elif not node.op and name in graph.placed:
+            near[name] = {graph.placed[name]}
+    users: dict[str, list[str]] = {}
+    for name in whole.nodes:
+        for operand in whole.operands(name):
+            users.setdefault(operand, []).append(name)
+    open_ = {name for name, node in whole.nodes.items() if node.op and traces[name].line in able}
+    while open_:
+        fresh: dict[str, Trace] = {}
+        for name in open_:
+            around = [*whole.operands(name), *users.get(name, ())]
+            sources = {trace.source for each in around for trace in near.get(each, ()) if trace.source}
+            those = able[traces[name].line]  # type: ignore[index]
+            for fits in (tuple.__eq__, _is_inside):
+                found = {each for each in those if any(fits(source, each.source or ()) for source in sources)}
+                if len(those) == 1 or len(found) == 1:
+                    (fresh[name],) = those if len(those) == 1 else found
+                    break
+        if not fresh:
+            return
+        told |= fresh
+        near |= {name: {trace} for name, trace in fresh.items()}
+        open_ -= fresh.keys()
+
+
+def _is_inside(source: Source, outer: Source) -> bool:
+    return source[: len(outer)] == outer
+
+
+def _lines_now(whole: fused.InductorGraph, graph: Graph | None) -> dict[fused.Line, fused.Line | None]:
+    """Where the lines of a graph's text are in the program now; None for those that are not found.
+
+    The text may come from a cache that is older than the program. It has what stood on each line.
+    """
+    ours = None if graph is None else dict.fromkeys(trace.line for trace, _ in graph.nodes.values() if trace.line)
+    fresh = ours is not None and ours.keys() >= whole.written.keys()
+    found: dict[fused.Line, fused.Line | None] = {}
+    for line, code in whole.written.items():
+        same = [each for each in ours or (line,) if each[2] == line[2] and linecache.getline(*each[:2]).strip() == code]
+        if line in same or (fresh and not same):
+            found[line] = line
+        else:
+            found[line] = same[0] if len(same) == 1 else None
+    return found
 
 
 def _once(frame: FrameType, graph: Graph | None, find: Callable[[FrameType, Graph | None], Trace]) -> Trace:
@@ -168,7 +341,7 @@ def _trace(node: Any) -> Trace:
     return Trace(source, parse(written[0][0]), (), getattr(kind, "__name__", str(kind).rpartition(".")[2]), line)
 
 
-def _graph_of_dynamo(frame: FrameType) -> Graph | None:
+def graph_of(frame: FrameType) -> Graph | None:
     """Return the graph that a frame was compiled from. AOTAutograd's function has one of its methods as attribute."""
     outer = frame.f_back
     while outer is not None:
@@ -209,7 +382,7 @@ def _read(nodes: Iterable[Any]) -> Graph:
                     inputs[operand].add(trace)
         elif len(operands) == 1:
             roots[node] = operands[0]
-    return Graph(traces, tuple(products), tuple(frozenset(found) for found in inputs.values()), {})
+    return Graph(traces, tuple(products), tuple(frozenset(found) for found in inputs.values()), {}, {})
 
 
 def _multiplies(target: Any) -> bool:
@@ -349,16 +522,24 @@ class Around(NamedTuple):
     # The program's code that called a compiled module of torch itself, with its instruction; else None and -1.
     caller: tuple[CodeType | None, int]
 
-    def place(self, aliases: tuple[str, ...], trace: Trace) -> GraphCallSite:
-        """Return the place of one call. A graph has no line for a call that only modules of torch make."""
+    def place(
+        self, aliases: tuple[str, ...], trace: Trace, parts: tuple[tuple[Computed, str | None], ...] = ()
+    ) -> GraphCallSite:
+        """Return the place of one call. A graph has no line for a call that only modules of torch make.
+
+        Args:
+            aliases: The names of its module.
+            trace: Its trace.
+            parts: What a generated kernel computes, with the name of each module.
+        """
         code, instruction = self.caller if trace.line is None and trace.source is not None else (None, -1)
-        return GraphCallSite(aliases, code, instruction, trace.line, self)
+        return GraphCallSite(aliases, code, instruction, trace.line, self, parts)
 
 
 class GraphCallSite(CallSite):
     """The place of a call in a compiled graph, whose calls all share the node that runs the backward graph."""
 
-    __slots__ = ("around",)
+    __slots__ = ("_parts", "around")
 
     def __init__(
         self,
@@ -367,9 +548,26 @@ class GraphCallSite(CallSite):
         instruction: int,
         line: tuple[str, int, str] | None,
         around: Around,
+        parts: tuple[tuple[Computed, str | None], ...] = (),
     ) -> None:
         super().__init__(aliases, code, instruction, line)
         self.around = around
+        self._parts = parts
+
+    @property
+    def source(self) -> str | None:
+        """As of every call site; the lines of all parts of a generated kernel."""
+        if self._parts:
+            return written_lines([part.trace.line for part, _ in self._parts if part.trace.line is not None])
+        return super().source
+
+    @property
+    def parts(self) -> tuple[KernelPart, ...]:
+        """As of every call site."""
+        return tuple(
+            KernelPart(part.op, module, None if part.trace.line is None else written_lines([part.trace.line]))
+            for part, module in self._parts
+        )
 
     def common(self, other: CallSite) -> CallSite:
         if isinstance(other, GraphCallSite):

@@ -5,10 +5,12 @@ Invariant: what is unknown is None, never a guess. Nothing here keeps a tensor, 
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import CodeType, FrameType
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,7 +27,13 @@ from opintercept._origin.stack import OUTER_CALL, Walked, frame_of, is_users, mo
 
 
 def _is_graph(module: object) -> bool:
-    return any(kind.__name__ == "GraphModule" for kind in type(module).__mro__)
+    kind: Any = type(module)
+    return _is_graph_type(kind)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_graph_type(kind: Any) -> bool:
+    return any(each.__name__ == "GraphModule" for each in kind.__mro__)
 
 
 def _is_dynamos(module: object) -> bool:
@@ -50,6 +58,7 @@ class _Stack:
     def __init__(self, walk: Callable[[], Walked]) -> None:
         self._labels = Labels()
         self._walk = walk
+        self._known: dict[tuple[int, int, int, Phase], _KnownPlace] = {}
 
     def here(self, phase: Phase) -> CallSite:
         """Return the place of the running call."""
@@ -83,17 +92,31 @@ class _Stack:
         if made is None:
             return NOWHERE
         own = outermost = None  # modules of the program around the compiled function
-        bases: dict[Source, weakref.ref[torch.nn.Module]] = {}
         caller: tuple[CodeType | None, int] | None = None
-        trace, graph = compiled_graphs.forward(made)
         frame = made.f_back
         while frame is not None:
-            if not bases and trace.source:
-                bases = _bases(trace, frame)
             if frame.f_code is OUTER_CALL and (outer := module_of(frame)) is not None and not _is_graph(outer):
                 own, outermost = outer if own is None else own, outer
             if caller is None and is_users(frame.f_code):
                 caller = (frame.f_code, frame.f_lasti) if own is not None else (None, -1)
+            frame = frame.f_back
+        graph = compiled_graphs.graph_of(made)
+        key = (id(code), made.f_lineno, id(graph), phase)
+        names = () if own is None or outermost is None else self._labels.names(outermost, own)
+        known = self._known.get(key)
+        if known is not None and known.names == names and known.holds(own, outermost, caller):
+            return known.place
+        trace = compiled_graphs.forward(made, graph)
+        computed = compiled_graphs.computed(made, graph)
+        bases: dict[Source, weakref.ref[torch.nn.Module]] = {}
+        wanted = {its.source: its for its in (trace, *(part.trace for part in computed)) if its.source}
+        frame = made.f_back
+        while frame is not None and wanted:
+            for source, its in tuple(wanted.items()):
+                if sources.at(source, bases) is None:
+                    bases |= _bases(its, frame)
+                if sources.at(source, bases) is not None:
+                    del wanted[source]
             frame = frame.f_back
         runs = made.f_locals.get("self")
         programs = graph is None and (own is None or _is_graph(runs)) and not (_is_dynamos(root) or _is_dynamos(runs))
@@ -102,7 +125,31 @@ class _Stack:
             return CallSite(self._labels.below(root, module, path), None, -1, trace.line)
         around = None if own is None or outermost is None else (weakref.ref(own), weakref.ref(outermost))
         there = compiled_graphs.Around(graph, around, bases, caller or (None, -1))
-        return there.place(self._names_of(trace, there, phase == "recompute"), trace)
+        place = self._place(trace, computed, there, again=phase == "recompute")
+        if around is not None and own is not None and all(base() is own for base in bases.values()):
+            # Whoever calls the module has the same modules in it.
+            if len(self._known) >= 10_000:
+                self._known.clear()
+            self._known[key] = _KnownPlace(code, graph, *around, caller, names, place)
+        return place
+
+    def _place(
+        self,
+        trace: compiled_graphs.Trace,
+        computed: tuple[compiled_graphs.Computed, ...],
+        there: compiled_graphs.Around,
+        again: bool = False,
+    ) -> CallSite:
+        """The place of a call with this trace, or of a generated kernel that computes all of these nodes."""
+        if not computed:
+            return there.place(self._names_of(trace, there, again), trace)
+        names = {its: self._names_of(its, there, again) for its in dict.fromkeys(each.trace for each in computed)}
+        known = list(dict.fromkeys(filter(None, names.values())))
+        aliases = known[0] if len(known) == 1 else (_common([each[0] for each in known]),) if known else ()
+        if aliases == (None,):
+            aliases = self._names_of(_ROOT, there, again)
+        parts = tuple((each, names[each.trace][0] if names[each.trace] else None) for each in computed)
+        return there.place(aliases, trace, parts)  # type: ignore[arg-type]
 
     def _names_of(
         self, trace: compiled_graphs.Trace, there: compiled_graphs.Around, again: bool = False
@@ -129,8 +176,49 @@ class _Stack:
         frame = None if code is None or not compiled_graphs.is_generated(code) else frame_of(code)
         if frame is None:
             return place
-        trace = compiled_graphs.backward(frame, place.around.graph)
-        return place.around.place(self._names_of(trace, place.around), trace)
+        around = place.around
+        phase: Phase = "backward"
+        key = (id(frame.f_code), frame.f_lineno, id(around), phase)
+        known = self._known.get(key)
+        if known is not None and known.holds(*_modules(around), around.caller):
+            return known.place
+        trace = compiled_graphs.backward(frame, around.graph)
+        found = self._place(trace, compiled_graphs.computed(frame, around.graph), around)
+        if around.modules is not None:
+            self._known[key] = _KnownPlace(frame.f_code, around, *around.modules, around.caller, (), found)
+        return found
+
+
+class _KnownPlace(NamedTuple):
+    """The place of a call in a compiled graph, which is the same for all such calls of a module."""
+
+    code: CodeType  # this and the next keep their identities
+    graph: Any
+    own: weakref.ref[torch.nn.Module]
+    outermost: weakref.ref[torch.nn.Module]
+    caller: tuple[CodeType | None, int] | None
+    names: tuple[str, ...]  # those of `own`
+    place: CallSite
+
+    def holds(self, own: object, outermost: object, caller: tuple[CodeType | None, int] | None) -> bool:
+        """Whether the call comes through the same modules, from the same place in the program."""
+        return own is not None and self.own() is own and self.outermost() is outermost and self.caller == caller
+
+
+def _modules(around: compiled_graphs.Around) -> tuple[object, object]:
+    return (None, None) if around.modules is None else (around.modules[0](), around.modules[1]())
+
+
+_ROOT = compiled_graphs.UNKNOWN._replace(source=())
+
+
+def _common(names: Sequence[str]) -> str | None:
+    """The name of the innermost module around several; None if that is the model itself."""
+    if "" in names:
+        return ""  # one of them is outside of all modules
+    paths = [name.split(".") for name in names]
+    common = [first for first, *others in zip(*paths, strict=False) if all(other == first for other in others)]
+    return ".".join(common) or None
 
 
 class Origin:

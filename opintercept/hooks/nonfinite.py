@@ -132,6 +132,8 @@ class Finding(CallFinding):
         seen_at: The later call whose NaN led to this overflow; None if the call was reported at once.
         saved: The script that runs the call again, if one was written.
         unsaved: Why no script could be written.
+        unseen: If the values came in: the code that has run in the block before and that no block sees, by the names
+            of `Interceptor.opaque`.
     """
 
     record: CallRecord
@@ -142,6 +144,7 @@ class Finding(CallFinding):
     saved: str | None = None
     unread: tuple[str, ...] = ()
     unsaved: str | None = None
+    unseen: tuple[str, ...] = ()
     numbers: frozenset[str] = field(default=frozenset(), repr=False)
 
     @property
@@ -163,7 +166,9 @@ class Finding(CallFinding):
             text = f"{what} comes into {where}, through {bad}"
             if not self.numbers.issuperset(self.bad):
                 text += "; no call seen before made it"
+                text += f", but {', '.join(self.unseen)} ran unseen" if self.unseen else ""
         lines = [text, f"  {record}"]
+        lines += [f"  it stands for {', '.join(record.ops)}"] if record.ops else []
         lines += [f"  {role} in {extent}" for role, extent in self.operands.items() if role not in self.numbers]
         lines += [f"  {role} could not be read" for role in self.unread]
         bound = self._bound()
@@ -321,7 +326,7 @@ class NonFinite(Copyable, Shown):
     def pre(self, call: OpCall) -> None:
         """Read the tensors that the operator is about to overwrite."""
         kind = _kind(call)
-        captured = (kind.writes or kind.scales) and any(map(in_graph_capture, call.tensors.values()))
+        captured = (kind.writes or kind.scales) and any(map(in_graph_capture, _tensors(call.args)))
         if captured and (kind.scales or not any(map(graph_of, call.tensors.values()))):
             return
         if kind.writes and (before := _before(call, copies=self._save is not None)) is not None:
@@ -348,10 +353,8 @@ class NonFinite(Copyable, Shown):
         if isinstance(first := first_output(output), torch.Tensor) and leaves_out_captured(first, self, joins=True):
             self.skipped += 1
             return
-        if before is None and (ends := native.extent(output)) is not None:
-            low, high = ends
-            if math.isfinite(low) and math.isfinite(high):
-                return
+        if (before is None or before.written) and _are_finite([output] if before is None else _outputs(call, before)):
+            return
         span = _range(output) if before is None and type(output) is torch.Tensor else _whole(_outputs(call, before))
         if span is None:
             values = isinstance(first, torch.Tensor) and first.is_floating_point() and first.numel()
@@ -372,6 +375,9 @@ class NonFinite(Copyable, Shown):
             written = places(_outputs(call, before), written=before is not None)
             finding = self._judge(call.record(), extent, operands, found, written, running=True)
         if finding is not None:
+            unseen = getattr(call.owner, "unseen", None)
+            if unseen and finding.kind == "came in":
+                finding = self._found[finding.call_kind] = replace(finding, unseen=tuple(unseen))
             self._tell(finding, call, before)
 
     def _allows(self, call: OpCall) -> bool:
@@ -559,9 +565,10 @@ def _before(call: OpCall, *, copies: bool) -> _Before | None:
         ranges = {name: read(tensor) for name, tensor in call.tensors.items() if name in UPDATED}
     elif not written:
         return None
-    elif op not in OVERWRITES:
+    elif op not in OVERWRITES and (updated := getattr(call.func, "updated", None)) != frozenset():
         for name, tensor in call.tensors.items():
-            if any(tensor is target or _overlap(tensor, target) for target in written):
+            # A generated kernel says what it updates.
+            if name in updated if updated else any(tensor is target or _overlap(tensor, target) for target in written):
                 ranges[name] = read(tensor)
                 if copies and kept is not None and in_memory(tensor):
                     try:
@@ -689,6 +696,15 @@ def _range(tensor: Any) -> torch.Tensor | None:
         return torch.stack(torch.aminmax(values))
     except (RuntimeError, NotImplementedError, TypeError, ValueError):
         return None
+
+
+def _are_finite(tensors: list[torch.Tensor]) -> bool:
+    """Whether all tensors are known to be finite: those on the host that C++ can read."""
+    for tensor in tensors:
+        ends = native.extent(tensor)
+        if ends is None or not (math.isfinite(ends[0]) and math.isfinite(ends[1])):
+            return False
+    return bool(tensors)
 
 
 def _whole(tensors: list[torch.Tensor]) -> torch.Tensor | None:

@@ -251,6 +251,7 @@ def test_a_record_survives_json() -> None:
         "bytes": 4 * (6 + 12 + 4 + 8),
         "autocast": None,
         "opaque": False,
+        "ops": None,
         "replayed": None,
     }
 

@@ -29,7 +29,7 @@ from opintercept.runs.store.run import RunInfo
 
 INFO = RunInfo((), "2026-01-01T00:00:00+0000", False, "full", 0, 1, {}, (), {})
 META = TensorMeta((2, 2), "float32", "cpu", (2, 1), False)
-TENSORS = {"lhs": META, "rhs": META, "bias": None, "output": META}
+TENSORS: dict[str, Any] = {"lhs": META, "rhs": META, "bias": None, "output": META}
 SUMMARY = Summary(op="aten::mm", func="aten.mm.default", **TENSORS, gemm=None, flops=16, bytes=48, opaque=False)
 
 
