@@ -33,7 +33,10 @@ WRONG: dict[str, str] = {
     "llama: v is garbage": "noise does not follow a weight that is a thousand times larger",
     "mla: the shared key does not turn": "the first operator of a region is named, not where it differs",
     "replay: garbage": "noise does not follow a weight that is a thousand times larger",
+    "residual: rounded before the norm": "rounding of a sum is taken for that of the machine",
+    "resumed: without the state of the optimizer": "no single change explains it, and another place is named",
     "rwkv: shares exchanged": "rows of tokens and batches are taken in the order of the other program",
+    "trained: a wrong gradient": "what follows from a gradient is accused besides it",
     "trained: another batch": "gradients of another batch are accused besides it",
 }
 

@@ -457,7 +457,7 @@ def test_halved_gradients_accuse_nobody_if_the_next_step_has_the_same_weights(un
                 loss = model(x).square().mean()
                 gradients = torch.autograd.grad(loss / 2 if half else loss, [*model.parameters()])
             for weight, gradient in zip(model.parameters(), gradients, strict=True):
-                weight -= 0.1 * gradient * (2 if half and undone else 1)
+                weight.sub_(0.1 * gradient * (2 if half and undone else 1))
 
     found = told(tmp_path, lambda: train(False), lambda: train(True))
     assert [what.partition(",")[0] for _, what in named(found)] == ["gets another gradient of its output"] * (

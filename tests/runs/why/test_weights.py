@@ -75,10 +75,10 @@ def test_rows_too_short_to_tell_are_joined_in_their_order(seed: int, tmp_path: P
     joining, _ = joined(tmp_path, program(weights), program(others))
     for number, weight in enumerate(weights):
         own = [each for each in joining.matches if each.a == number]
-        rows = [np.concatenate([getattr(each, name) for each in own]) for name in ("rows_a", "rows_b")]
+        rows_a, rows_b = (np.concatenate([getattr(each, name) for each in own]) for name in ("rows_a", "rows_b"))
         assert {each.b for each in own} == {number}
-        assert np.array_equal(*rows)
-        assert sorted(rows[0].tolist()) == [*range(len(weight))]
+        assert np.array_equal(rows_a, rows_b)
+        assert sorted(rows_a.tolist()) == [*range(len(weight))]
 
 
 def permuted(w: torch.Tensor) -> torch.Tensor:
