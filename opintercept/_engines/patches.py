@@ -120,7 +120,7 @@ class Replacements:
                 again = set(new)
                 places = {(id(patch.owner), patch.attribute) for patch in new}
                 # Of a module that was loaded again, the function before has gone.
-                for before in [p for p in self._in_place if (id(p.owner), p.attribute) in places and p not in again]:
+                for before in [p for p in [*self._in_place] if (id(p.owner), p.attribute) in places and p not in again]:
                     del self._in_place[before]
                 steps = [patch.assign(patch.replacement) for patch in new]
                 # A single C call, so that neither an interrupt nor a signal handler comes in between.
@@ -132,9 +132,10 @@ class Replacements:
             self._users.discard(user)
             if self._users or not self._in_place:
                 return
-            found = [*self._in_place, *self._copies()]
+            kept = [*self._in_place]  # a signal handler may enter a block meanwhile
+            found = [*kept, *self._copies()]
             steps = [patch.assign(patch.original) for patch in found if patch.now() is patch.replacement]
-            lost = [patch for patch in self._in_place if not patch.is_known()]
+            lost = [patch for patch in kept if not patch.is_known()]
             deque(chain(map(operator.call, steps), map(operator.call, (self._in_place.clear,))), maxlen=0)  # as above
         if self._displaced is not None:
             for patch in lost:

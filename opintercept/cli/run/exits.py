@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from multiprocessing.util import Finalize
 
 
 def before_exit(end: Callable[[], None]) -> None:
     """Call `end` once the function of the `Process` has returned, and the threads for which Python then waits."""
+    # Not above: it takes the main module that is there when it is first imported for the program's.
+    from multiprocessing.util import Finalize
+
     # 0 is the last priority before `multiprocessing` joins children, which fails where a fork has inherited some.
     Finalize(None, _end, args=(end,), exitpriority=0)
 
