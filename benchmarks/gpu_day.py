@@ -169,22 +169,23 @@ def _replays(device: torch.device, size: str) -> Lines:
     yield "calls in these graphs", f"{seen[0]} by Recorder, {seen[1]} by Stats"
 
 
+READERS = "torch's operators", "one launch"
+
+
 @contextlib.contextmanager
 def _reading(small: bool) -> Iterator[Callable[[str], None]]:
-    """Yields what chooses the reader of values on the device: torch's operators by `"0"`, Triton by `"1"`."""
-    known, switch = on_device.known, os.environ.get(on_device.SWITCH, "0")
-    before = native.read, vars(content)["ON_HOST"], on_device.DEVICES
+    """Yields what chooses the reader of values on the device, one of `READERS`."""
+    before = native.read, vars(content)["ON_HOST"], on_device.DEVICE
 
     def choose(asked: str) -> None:
-        on_device.known, os.environ[on_device.SWITCH] = None, asked
+        on_device.DEVICE = "cuda" if asked == READERS[1] else "none"
 
     try:
         if small:  # the CPU is the device
-            native.read, vars(content)["ON_HOST"], on_device.DEVICES = native.unread, (), ("cpu",)
+            native.read, vars(content)["ON_HOST"] = native.unread, ()
         yield choose
     finally:
-        native.read, vars(content)["ON_HOST"], on_device.DEVICES = before
-        on_device.known, os.environ[on_device.SWITCH] = known, switch
+        native.read, vars(content)["ON_HOST"], on_device.DEVICE = before
 
 
 def readers(device: torch.device, small: bool) -> Lines:
@@ -193,13 +194,12 @@ def readers(device: torch.device, small: bool) -> Lines:
         for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
             for count in (4096,) if small else (4096, 1 << 20, 1 << 27):
                 values = torch.randn(count // 1024, 1024, device=device).to(dtype)
-                for asked in ("copy", "0", "1"):
+                for asked in ("copy", *READERS):
                     choose(asked)
                     read = functools.partial(content.content_of, values)
                     seconds = _seconds(values.clone if asked == "copy" else read, device)
-                    name = asked if asked == "copy" else on_device.told()
                     speed = values.nbytes / seconds / 1e9
-                    yield f"{dtype}[{count}], {name}", f"{seconds * 1e6:.1f} us, {speed:.1f} GB/s"
+                    yield f"{dtype}[{count}], {asked}", f"{seconds * 1e6:.1f} us, {speed:.1f} GB/s"
 
 
 # On both sides of each number of values and each side of a matrix at which another way of hashing begins.
@@ -224,11 +224,11 @@ def hashes(device: torch.device, small: bool) -> Lines:
 
     here = {(shape, dtype): read(shape, dtype, torch.device("cpu")) for shape in shapes for dtype in _HASHED_DTYPES}
     with _reading(small) as choose:
-        for asked in ("0", "1"):
+        for asked in READERS:
             choose(asked)
             for shape in shapes:
                 odd = [str(dtype) for dtype in _HASHED_DTYPES if read(shape, dtype, device) != here[shape, dtype]]
-                yield f"{shape}, {on_device.told()}", f"differs: {', '.join(odd)}" if odd else "equal"
+                yield f"{shape}, {asked}", f"differs: {', '.join(odd)}" if odd else "equal"
 
 
 def _hash_and_counts(tensor: torch.Tensor) -> Any:

@@ -37,6 +37,7 @@ class Work(NamedTuple):
         hashed: Whether to hash them, too.
         target: Counts values that become zero or are too large in another dtype, see `_native.values.Read`.
         finite: Whether to call the hook's `post` if an output is not finite, and otherwise not.
+        waits: Whether `finite` may wait for a device. If not, the hook sees the calls there.
         settings: Whether `learn` depends on torch's settings for the precision of products.
         writes: Where to write a record of each call. Then `learn` returns the number of the call's signature there.
         checker: Makes the `Checker` that checks each product. The hook's `post` is called if one is suspect.
@@ -49,6 +50,7 @@ class Work(NamedTuple):
     hashed: bool = False
     target: tuple[float, float] | None = None
     finite: bool = False
+    waits: bool = True
     settings: bool = False
     writes: RecordWriter | None = None
     checker: Checks | None = None
@@ -127,7 +129,7 @@ class Sink(Protocol):
 
     def open(self, calls: Any, tensors: Any, slots: int, number: int, /) -> None: ...
     def put(self, call: bytes, tensors: bytes, /) -> None: ...
-    def take(self) -> tuple[bytes, bytes] | None: ...
+    def take(self, waits: bool, /) -> tuple[bytes, bytes] | None: ...
     def close(self) -> None: ...
     def forget_parent(self) -> None: ...
     def layout(self) -> dict[str, tuple[int, ...]]: ...

@@ -29,7 +29,7 @@ class Ring(Protocol):
     def plan(self, *what: Any) -> bool: ...
     def sink(self) -> Sink: ...
     def checker(self) -> Checker: ...
-    def take(self) -> tuple[tuple[Any, ...], dict[str, Found], tuple[Any, ...]] | None: ...
+    def take(self, waits: bool, /) -> tuple[tuple[Any, ...], dict[str, Found], tuple[Any, ...]] | None: ...
     def take_all(self) -> Chunk | None: ...
     def empty(self) -> bool: ...
     def forget_parent(self) -> None: ...
@@ -86,6 +86,7 @@ class NotedCalls:
         while not self.ring.plan(
             together.rows,
             together.finite,
+            together.waits,
             links.names_all or links.wanted,
             links.wanted,
             together.settings,
@@ -106,11 +107,14 @@ class NotedCalls:
 
         Args:
             notify: Notifies the hooks of one call.
-            only_if_free: Whether to leave it to that thread.
+            only_if_free: Whether to leave it to that thread, and to leave calls whose values a device still reads.
         """
         me = threading.get_ident()
         while self._failures or not self.ring.empty() or self._notifier not in (None, me):
-            if (only_if_free and self._notifier not in (None, me)) or (failed := self._failed(notify)) is None:
+            if only_if_free and self._notifier not in (None, me):
+                return
+            failed = self._failed(notify, waits=not only_if_free)
+            if failed is None or (only_if_free and not failed):  # devices still read the values of the others
                 return
             yield from failed
 
@@ -128,28 +132,28 @@ class NotedCalls:
             if failed is None:
                 return
 
-    def _failed(self, notify: Notify) -> list[Failure] | None:
+    def _failed(self, notify: Notify, waits: bool = True) -> list[Failure] | None:
         """Notify hooks of calls until some fail with one; return these, or None if another thread is notifying."""
         me = threading.get_ident()
         if self._notifier == me:  # a signal handler, or a hook that asks for its calls while it is told of one
-            return self._next_failures(notify)
+            return self._next_failures(notify, waits)
         try:
             # An interrupt may have kept this thread from setting the notifier, or from releasing the lock.
             if not (self._lock._is_owned() or self._lock.acquire(timeout=1)):
                 return None
             self._notifier = me
-            return self._next_failures(notify)
+            return self._next_failures(notify, waits)
         finally:
             if self._lock._is_owned():
                 self._notifier = None
                 self._lock.release()
 
-    def _next_failures(self, notify: Notify) -> list[Failure]:
+    def _next_failures(self, notify: Notify, waits: bool) -> list[Failure]:
         failed, self._failures = self._failures, []
         if self._keeps and not failed and (chunk := self.ring.take_all()) is not None:
             failed = notify(chunk, {}, self._hooks)
         take = self.ring.take
-        while not failed and (row := take()) is not None:
+        while not failed and (row := take(waits)) is not None:
             failed = notify(PendingRecord(*row[0]), row[1], row[2])
         return failed
 
@@ -198,6 +202,7 @@ def _together(works: Iterable[Work | None]) -> Work | None:
             found.hashed or work.hashed,
             found.target or work.target,
             found.finite or work.finite,
+            found.waits and work.waits,
             found.settings or work.settings,
             found.writes or work.writes,
             found.checker or work.checker,

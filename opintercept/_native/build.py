@@ -28,7 +28,7 @@ import torch
 from opintercept._core.errors import OpInterceptError
 
 _PACKAGE = Path(__file__).parents[1]
-_FOLDERS = (_PACKAGE / "_engines/compiled", _PACKAGE / "_native", _PACKAGE / "_native/vectors")
+_FOLDERS = tuple(_PACKAGE / each for each in ("_engines/compiled", "_native", "_native/device", "_native/vectors"))
 SOURCES = [source for folder in _FOLDERS for source in sorted(folder.glob("*.cpp"))]
 HEADERS = [header for folder in _FOLDERS for header in sorted(folder.glob("*.h"))]
 PACKAGED = _PACKAGE / "_native/libraries"  # those of a wheel, see hatch_build.py

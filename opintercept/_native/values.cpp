@@ -17,13 +17,17 @@
 #include <utility>
 
 bool opintercept::in_memory(const at::Tensor& tensor, const void*& data) {
-  static const c10::DispatchKeySet plain(
+  static const c10::DispatchKeySet keys(
       {c10::DispatchKey::CPU,
        c10::DispatchKey::AutogradCPU,
        c10::DispatchKey::ADInplaceOrView,
        c10::DispatchKey::AutocastCPU});
+  return in_memory(tensor, keys, data);
+}
+
+bool opintercept::in_memory(const at::Tensor& tensor, const c10::DispatchKeySet& keys, const void*& data) {
   const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
-  if (impl == nullptr || !plain.isSupersetOf(impl->key_set()) || impl->layout() != c10::kStrided ||
+  if (impl == nullptr || !keys.isSupersetOf(impl->key_set()) || impl->layout() != c10::kStrided ||
       impl->has_symbolic_sizes_strides() || !impl->has_storage()) {
     return false;
   }

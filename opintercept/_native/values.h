@@ -12,11 +12,12 @@
 
 namespace opintercept {
 
-// Whether a tensor is a plain array in the memory of this process, which is `data`, or null for an empty one.
+// Whether a tensor is a plain array in memory, which begins at `data`: null for an empty one. It has no other keys than
+// these: those of the CPU's plain tensors unless others are given.
 bool in_memory(const at::Tensor& tensor, const void*& data);
+bool in_memory(const at::Tensor& tensor, const c10::DispatchKeySet& keys, const void*& data);
 
-// The tensor of an object of torch.Tensor, and an object for a tensor: a new reference, or null with an error. See
-// `_engines/compiled/objects.h`.
+// The tensor of an object of torch.Tensor, and an object for a tensor: a new reference, or null with an error.
 const at::Tensor& unpacked(PyObject* tensor);
 PyObject* wrapped(const at::Tensor& tensor);
 

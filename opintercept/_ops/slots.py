@@ -1,6 +1,6 @@
 """`slots_of`: which places of a call's record its tensors take.
 
-Kernels fill them in C++, see `Call::operands` in `noted.cpp`, and readers of runs find them again by the names.
+Kernels fill them in C++, see `NotedCall::operands` in `noted.cpp`, and readers of runs find them again by the names.
 Must not import torch.
 """
 

@@ -24,7 +24,7 @@ from opintercept._values import on_device
 from opintercept._values.late import Lot, Lots, graph_of
 from opintercept._values.read import ON_HOST, parameter_of, stored_values
 from opintercept._values.stats import Values
-from opintercept._values.sums import LateSums, Reader, flat, of_rows, scan
+from opintercept._values.sums import LateSums, Reader, flat, scan
 
 EMPTY = f"{0:016x}"  # the hash of no values
 REMEMBERED = 4096  # tensors whose values are remembered
@@ -221,9 +221,9 @@ def _read_later(tensor: torch.Tensor, values: torch.Tensor) -> Content:
         storage, version, content = known
         if storage() is parameter.untyped_storage() and version == parameter._version:
             return content
-    rows = on_device.read(tensor, None, True)
-    if rows is not None:
-        content = Content(None, LateSums([(LOTS.put([rows]), of_rows)]), True)
+    if (piece := on_device.read(tensor, None, True)) is not None:
+        LOTS.is_used = True
+        content = Content(None, LateSums([piece]), True)
     else:
         bits = _bits_of(tensor)
         content = Content(None, _READER.read_later(values, LOTS, bits), bits is not None)

@@ -60,30 +60,6 @@ def hash_of(dense: torch.Tensor, swapped: bool) -> torch.Tensor:
     return torch.stack(parts).sum()
 
 
-def terms_fit(dense: torch.Tensor, count: int) -> bool:
-    """Whether `write_terms` can write one term for each of `count` values."""
-    width = dense.size(-1) if dense.dim() else 1
-    return dense.element_size() <= 4 and dense.numel() == count and max(width, count // width) <= BLOCK
-
-
-def write_terms(dense: torch.Tensor, swapped: bool, terms: torch.Tensor) -> None:
-    """Write to `terms`, `int64[n]` on a device, what `hash_of` adds up but for `scale_of`, in one or two operators."""
-    dense = dense if dense.dim() else dense.view(1)
-    lanes = dense.view(_LANES[dense.element_size()]).view(-1, dense.size(-1))
-    height, width = lanes.shape
-    terms, (device, stream) = terms.view(height, width), place_of(lanes)
-    if height * width <= SMALL and graph_of(lanes) is None:  # what a graph computes must not be kept
-        torch.mul(lanes, _products(device, stream, height, width, swapped), out=terms)
-    else:
-        torch.mul(lanes, weights(device, width, swapped, stream), out=terms)
-        terms.mul_(weights(device, height, not swapped, stream).unsqueeze(1))
-
-
-def scale_of(count: int) -> int:
-    """By what to multiply, mod 2**64, the sum of so many terms of `write_terms`, which all lie in the first block."""
-    return factor(0, True) * factor(0, False) if count > PIECE else 1
-
-
 def digits_of(number: int, count: int) -> str:
     """The hash of `count` elements in hex digits; the count makes zeros of different shapes differ."""
     return f"{(number + splitmix64(count)) & WORD:016x}"
@@ -93,7 +69,7 @@ def form(lanes: torch.Tensor, swapped: bool) -> torch.Tensor:
     """The sum over `[r, c]` of row[r] * lanes[r, c] * column[c]; over `[c, r]` if swapped."""
     height, width = lanes.shape
     device, stream = place_of(lanes)
-    if height * width <= SMALL:
+    if height * width <= SMALL and graph_of(lanes) is None:  # what a graph computes must not be kept
         # One product and one sum: a matmul of our own would have to pass the interceptor.
         return (lanes * _products(device, stream, height, width, swapped)).sum()
     if not in_blocks(height, width):

@@ -170,13 +170,14 @@ class GraphResults:
     The table is not in the graph's own memory, of which the owner of the graph keeps account. It must live as long.
     """
 
-    __slots__ = ("_lates", "_size", "_table", "place")
+    __slots__ = ("_lates", "_scratch", "_size", "_table", "place")
 
     def __init__(self, device: torch.device) -> None:
         with torch.inference_mode(False):
             self._table = torch.empty(ROOM, dtype=torch.int64, device=device)
         self.place = place_of(self._table)
         self._lates: list[Late] = []
+        self._scratch: dict[Place, torch.Tensor] = {}
         self._size = 0
 
     def put(self, parts: Sequence[torch.Tensor]) -> Late:
@@ -189,6 +190,13 @@ class GraphResults:
     def is_full(self) -> bool:
         """Whether another tensor may have no room. Those of which hooks have begun to read parts still have."""
         return self._size > ROOM - SPARE
+
+    def scratch(self, size: int) -> torch.Tensor:
+        """Zeros for launches on the current stream, `uint8[size]`. The graph makes them zero again in each replay."""
+        key = self.place[0], torch.cuda.current_stream(self.place[0])
+        if (known := self._scratch.get(key)) is None:
+            known = self._scratch[key] = torch.zeros(size, dtype=torch.uint8, device=self.place[0])
+        return known
 
     def end(self) -> None:
         """Let the graph write its table, as the last of what it captures.

@@ -1,66 +1,165 @@
-"""Chooses what reads the values of tensors on CUDA devices: torch's operators, or one launch of a kernel in Triton.
+"""Reads the values of tensors on CUDA devices in one launch of a kernel, see `_native/device`.
 
-Invariant: Triton is imported only if the environment asks for it. A kernel that fails is not launched again in this
-process, and the caller uses torch's operators.
+Invariant: nothing here waits for a device, nor initialises one. What the kernel cannot read is read with torch's
+operators, by the caller, and counted. A kernel that fails is not launched again in this process.
 """
 
 from __future__ import annotations
 
 import logging
-import os
+import threading
+from array import array
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-SWITCH = "OPINTERCEPT_TRITON"
-"""An environment variable; with `1` the kernel reads. It is looked at once, when values on a device are first read."""
-DEVICES = ("cuda",)
-"""The types of devices that the kernel runs on."""
+from opintercept._core.fork import in_child
+from opintercept._native import library, nvrtc
+from opintercept._native.values import Found
+from opintercept._values.late import Late, Lot, Numbers, graph_of
 
-known: tuple[Any, str] | None = None
-"""The module of the kernel and `""`, or None and why there is none; None before anybody has looked."""
+DEVICE = "cuda"
+"""The type of the devices that the kernel runs on."""
+DRIVER = "libcuda.so.1"
+_ROW = 12  # words, see `device/kernel.h:Row`
+_SCRATCH = 1 << 17  # bytes for one tensor, see `device/kernel.h:Scratch`
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)  # a subclass may stand for other tensors
+ready: dict[int, bool] = {}
+"""Whether the kernel is loaded on a device, by its number; none of those that nobody has read from."""
+reason = ""
+"""Why the kernel does not read on some device, in one line."""
+unread: Counter[str] = Counter()
+"""How many tensors of each kind torch's operators have read, since the kernel could not."""
+_is_set_up = False
+_lock = threading.RLock()
 
 
-def find() -> tuple[Any, str]:
-    """What is `known`, for the rest of the process or until the kernel fails."""
-    global known
+class Launched:
+    """The numbers that a launch writes to the host's memory, as a `Late` has them."""
+
+    __slots__ = ("_reading",)
+    is_sent = True
+
+    def __init__(self, reading: Any) -> None:
+        self._reading = reading
+
+    @property
+    def at_hand(self) -> bool:
+        """Whether `read` does not wait."""
+        return bool(self._reading.has_arrived())
+
+    def of(self, _lot: Lot) -> Launched:
+        """Itself: no replay of a graph computes this."""
+        return self
+
+    def read(self) -> Any:
+        """What was found; waits for the device.
+
+        Raises:
+            RuntimeError: The device has failed.
+        """
+        found = self._reading.found()
+        if found is None:
+            raise RuntimeError("the device has failed before it could read a tensor")
+        return found
+
+
+Piece = tuple[Late | Launched, Callable[[Any], tuple[int, Any]]]
+"""What `LateSums` takes: numbers, and what makes of them the hash and what `Sums.add` takes."""
+
+
+def read(tensor: torch.Tensor, limits: tuple[float, float] | None, hashed: bool) -> Piece | None:
+    """Read a tensor without waiting for its device; None if torch's operators have to.
+
+    Args:
+        tensor: A tensor whose memory is there.
+        limits: As `target` of `_native.values.Read`.
+        hashed: Whether to compute the hash.
+    """
+    if not is_ready(tensor.device):
+        return None
+    module: Any = library.find().module
+    graph = graph_of(tensor)
+    if graph is None:
+        reading = module.read_on_device(tensor, limits, hashed)
+        if reading is not None:
+            return Launched(reading), _found
+    else:
+        row = torch.empty(_ROW, dtype=torch.int64, device=tensor.device)
+        repeats = module.read_on_device(tensor, limits, hashed, row, graph.scratch(_SCRATCH))
+        if repeats is not None:
+            return graph.put([row]), partial(_of_row, repeats)
+    unread[f"{str(tensor.dtype).removeprefix('torch.')}, {type(tensor).__name__}"] += 1
+    return None
+
+
+def is_ready(device: torch.device) -> bool:
+    """Whether the kernel is loaded on a device; loads it if nobody has tried. Then kernels in C++ launch it, too."""
+    if device.type != DEVICE:
+        return False
+    number = device.index or 0
+    known = ready.get(number)
     if known is None:
-        known = None, ""
-        if os.environ.get(SWITCH) == "1":
-            try:
-                from opintercept._values import triton_reader
-
-                known = triton_reader, ""
-            except Exception as error:  # Triton is not installed, or does not fit
-                _reject(error)
+        with _lock:
+            known = ready.get(number)
+            if known is None:
+                known = ready[number] = _load(device, number)
     return known
 
 
-def read(tensor: torch.Tensor, limits: tuple[float, float] | None, hashed: bool) -> torch.Tensor | None:
-    """Read a tensor as `triton_reader.read` does; None if torch's operators have to."""
-    reader, _ = find()
-    if reader is None or tensor.device.type not in DEVICES or type(tensor) not in _PLAIN:
-        return None
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_neg():
-        return None
+def _load(device: torch.device, number: int) -> bool:
+    global reason, _is_set_up
+    module = library.find().module
     try:
-        return reader.read(tensor, limits, hashed)  # type: ignore[no-any-return]
-    except Exception as error:
-        _reject(error)
-        return None
+        if module is None:
+            raise RuntimeError("there are no compiled kernels; `opintercept build` builds them")
+        code = nvrtc.code_for(architecture_of(device), torch.version.cuda or "")
+        if not _is_set_up:
+            module.set_up_device(DRIVER, DEVICE)
+            _is_set_up = True
+        module.load_on_device(number, code)
+    except Exception as error:  # whatever a driver, a compiler or a file system is not ready for
+        reason = str(error)
+        level = logging.INFO if module is None else logging.WARNING
+        logging.getLogger("opintercept").log(level, "opintercept: values on devices are %s", told())
+        return False
+    return True
+
+
+def architecture_of(device: torch.device) -> str:
+    """The name of a device's instructions, as NVRTC knows them."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
 
 
 def told() -> str:
     """What reads, for `info`."""
-    reader, reason = find()
-    if reader is not None:
-        return f"read in one launch, by Triton {reader.VERSION}"
-    return f"read with torch's operators, since {reason}" if reason else "read with torch's operators"
+    if reason:
+        return f"read with torch's operators, since {reason}"
+    if not ready:
+        return "read in one launch, once there are any"
+    others = ", ".join(f"{count} of {kind}" for kind, count in unread.most_common(3))
+    return "read in one launch" + (f", and with torch's operators: {others}" if others else "")
 
 
-def _reject(error: Exception) -> None:
-    global known
-    known = None, f"{SWITCH}=1 is set, but {type(error).__name__}: {error}"
-    logging.getLogger("opintercept").warning("opintercept: values on devices are %s", told())
+@in_child
+def _forget_devices() -> None:
+    """A child of a process that has used CUDA cannot."""
+    global _lock
+    _lock = threading.RLock()
+
+
+def _found(found: Found) -> tuple[int, Any]:
+    return found[3] or 0, found[:3]
+
+
+def _of_row(repeats: int, numbers: list[Numbers]) -> tuple[int, Any]:
+    """What a row on a device holds, see `device/driver.cpp:wait_for`."""
+    words = array("q", map(int, numbers[0]))
+    hashed, finite, nan, odd, zeros, underflow, overflow, *_ = words
+    total, spread, low, high, _ = array("d", words.tobytes())[7:]
+    counts = finite + odd, finite, nan, finite + odd - zeros, underflow, overflow
+    return hashed, ((*(repeats * each for each in counts), repeats * total, repeats * spread), -low, high)

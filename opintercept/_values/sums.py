@@ -6,8 +6,7 @@ Invariant: nothing here waits for a device except `LateSums.read`, `Cell.read` a
 from __future__ import annotations
 
 import math
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -16,8 +15,8 @@ import torch
 from opintercept._core.errors import HookError
 from opintercept._native import values as native
 from opintercept._values import on_device
-from opintercept._values.hash import BLOCK, Bits, check_unwrapped, hash_of, scale_of, terms_fit, weights, write_terms
-from opintercept._values.late import Late, Lot, Lots, Numbers, Place, place_of
+from opintercept._values.hash import BLOCK, Bits, check_unwrapped, hash_of, weights
+from opintercept._values.late import Lot, Lots, Numbers, Place, place_of
 from opintercept._values.read import moments, real_values
 from opintercept._values.stats import Sums
 
@@ -99,13 +98,13 @@ class LateSums:
     """What a device adds up of a tensor, or still does.
 
     Args:
-        pieces: The results of each piece, and what makes of their numbers the sum of the terms of its hash, and what
+        pieces: The results of each piece, and what makes of their numbers the part of its hash, and what
             `Sums.add` takes.
     """
 
     __slots__ = ("_pieces",)
 
-    def __init__(self, pieces: Sequence[tuple[Late, Callable[[list[Numbers]], tuple[int, Read]]]]) -> None:
+    def __init__(self, pieces: Sequence[on_device.Piece]) -> None:
         self._pieces = pieces
 
     @property
@@ -123,7 +122,7 @@ class LateSums:
         return LateSums([(late.of(lot), found) for late, found in self._pieces])
 
     def read(self) -> tuple[int, Sums]:
-        """The sum of the terms, and the sums; waits for the device."""
+        """The hash mod 2**64, and the sums; waits for the device."""
         terms, sums = 0, Sums()
         for late, found in self._pieces:
             more, read = found(late.read())
@@ -218,55 +217,37 @@ class Reader:
         return underflow, (magnitudes > self._huge).sum(-1, dtype=torch.float64)
 
     def read_later(self, values: torch.Tensor, lots: Lots, bits: Bits | None = None) -> LateSums:
-        """Add up values on a device without waiting for it, and the terms of the hash of their bits."""
-        rows = on_device.read(values, self.limits, False) if bits is None else None
-        if rows is not None:
-            return LateSums([(lots.put([rows]), of_rows)])
-        pieces = flat(values.detach()).split(PIECE)  # without tangents, which `out=` refuses
-        apart = bits is not None and (len(pieces) > 1 or not terms_fit(bits[0], values.numel()))
+        """Add up values on a device without waiting for it, and hash their bits."""
+        if bits is None and (piece := on_device.read(values, self.limits, False)) is not None:
+            return LateSums([piece])
         found = []
-        for place, piece in enumerate(pieces):
-            parts = self._reduce(piece, None if apart else bits)
-            if apart and not place:
-                assert bits is not None
+        for place, piece in enumerate(flat(values.detach()).split(PIECE)):  # without tangents, which `out=` refuses
+            parts = self._reduce(piece)
+            if bits is not None and not place:
                 parts.append(hash_of(*bits))
-            found.append((lots.put(parts), partial(_found, piece.numel(), bits is not None and not apart)))
+            found.append((lots.put(parts), partial(_found, piece.numel())))
         return LateSums(found)
 
-    def _reduce(self, values: torch.Tensor, bits: Bits | None) -> list[torch.Tensor]:
-        """Counts and the sum of the terms, the ends, the variance and the mean, in as few operators as possible."""
+    def _reduce(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """Counts, the ends, the variance and the mean, in as few operators as possible."""
         factors, limits = _column(place_of(values), *_FACTORS), _both_sides(*(self.limits or ()))
-        first, small = int(bits is not None), values.is_floating_point() and values.element_size() == 1
-        shape = first + len(_FACTORS) + len(limits), values.numel()
-        counted = torch.empty(shape, dtype=torch.int64, device=values.device)
-        if bits is not None:
-            write_terms(*bits, counted[0])
+        small = values.is_floating_point() and values.element_size() == 1
+        counted = torch.empty((len(_FACTORS) + len(limits), values.numel()), dtype=torch.int64, device=values.device)
         products = torch.empty((len(_FACTORS), values.numel()), dtype=torch.float64, device=values.device)
         # float8 is not promoted, and only `out=` multiplies what torch knows to be zeros
         torch.mul(values.to(torch.float64) if small else values, factors, out=products)
-        torch.eq(products, products, out=counted[first : first + len(_FACTORS)])
+        torch.eq(products, products, out=counted[: len(_FACTORS)])
         if limits:
-            torch.le(products[1], _column(place_of(values), *limits), out=counted[first + len(_FACTORS) :])
-        finite = counted[first].view(torch.bool)[::8]  # the lowest byte of each
+            torch.le(products[1], _column(place_of(values), *limits), out=counted[len(_FACTORS) :])
+        finite = counted[0].view(torch.bool)[::8]  # the lowest byte of each
         filled = torch.where(finite, products[1], _column(place_of(values), *_FILLS))
         return [counted.sum(1), *torch.aminmax(filled[:2], dim=1), *torch.var_mean(filled[2], correction=0)]
 
 
-def of_rows(numbers: list[Numbers]) -> tuple[int, Read]:
-    """What the rows of `on_device.read` hold, added up."""
-    sums, words = Sums(), array("q", map(int, numbers[0]))
-    values = array("d", words.tobytes())
-    for at in range(0, len(words), 11):
-        sums.add(values[at + 1 : at + 9], values[at + 9], values[at + 10])
-    counts = sums.count, sums.finite, sums.nan, sums.nonzero, sums.underflow, sums.overflow
-    return sum(words[::11]), ((*counts, sums.total, sums.spread), -sums.low, sums.high)
-
-
-def _found(count: int, has_terms: bool, numbers: list[Numbers]) -> tuple[int, Read]:
-    """What `Reader._reduce` has found of so many values."""
-    counts, lows, highs, (variance,), (mean,), *apart = numbers
-    terms = int(counts[0]) * scale_of(count) if has_terms else int(apart[0][0]) if apart else 0
-    finite, real, nonzero, *limits = counts[has_terms:]
+def _found(count: int, numbers: list[Numbers]) -> tuple[int, Read]:
+    """The hash, if it is there, and what `Reader._reduce` has found of so many values."""
+    counts, lows, highs, (variance,), (mean,), *hashed = numbers
+    finite, real, nonzero, *limits = counts
     zeros = real - nonzero
     underflow, overflow = (limits[0] - limits[1] - zeros, real - limits[2] + limits[3]) if limits else (0, 0)
     total, spread = mean * count, variance * count
@@ -278,7 +259,7 @@ def _found(count: int, has_terms: bool, numbers: list[Numbers]) -> tuple[int, Re
         apart_from_zeros = mean * count / finite
         spread -= finite * (apart_from_zeros - mean) ** 2 + (count - finite) * mean * mean
     sums = [count, finite, count - real, count - zeros, underflow, overflow, total, max(0.0, spread)]
-    return terms, (sums, -lows[0], highs[1])
+    return int(hashed[0][0]) if hashed else 0, (sums, -lows[0], highs[1])
 
 
 # A value times these is NaN if it is not finite; if it is NaN; if it is NaN or zero.

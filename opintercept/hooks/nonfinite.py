@@ -46,6 +46,7 @@ from opintercept._ops.table import row_of
 from opintercept._origin.links import running_node
 from opintercept._values.copies import safetensors_for
 from opintercept._values.late import GraphResults, Late, Lots, graph_of
+from opintercept._values.on_device import is_ready
 from opintercept._values.read import (
     ON_HOST,
     first_output,
@@ -339,8 +340,8 @@ class NonFinite(Copyable, Shown):
         self._before.take(call)
 
     def work(self) -> Work | None:
-        """Kernels look whether the outputs on the host are finite, unless operands are to be saved."""
-        return Work(rows=False, finite=True) if self._save is None else None
+        """Kernels look whether the outputs are finite, unless operands are to be saved."""
+        return Work(rows=False, finite=True, waits=self._check_every == 1) if self._save is None else None
 
     def post(self, call: OpCall) -> None:
         """Check the outputs."""
@@ -355,6 +356,8 @@ class NonFinite(Copyable, Shown):
             return
         if (before is None or before.written) and _are_finite([output] if before is None else _outputs(call, before)):
             return
+        if isinstance(first, torch.Tensor):
+            is_ready(first.device)
         span = _range(output) if before is None and type(output) is torch.Tensor else _whole(_outputs(call, before))
         if span is None:
             values = isinstance(first, torch.Tensor) and first.is_floating_point() and first.numel()

@@ -13,8 +13,8 @@ HOOKS += [f"RunRecorder, {tensors}" for tensors in ("stats", "sample", "full")]
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("late", [False, True], ids=["", "late copies"])
-def test_hooks_find_what_they_find_on_the_cpu(late: bool) -> None:
-    found = on_a_device("device_hooks.py", *["--late"] * late, *HOOKS)
+@pytest.mark.parametrize("how", [[], ["--late"], ["--launch"], ["--launch", "--late"]], ids=" ".join)
+def test_hooks_find_what_they_find_on_the_cpu(how: list[str]) -> None:
+    found = on_a_device("device_hooks.py", *how, *HOOKS)
     assert set(found) >= set(HOOKS)
     assert {case: lines for case, lines in found.items() if lines} == {}

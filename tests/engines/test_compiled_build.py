@@ -39,7 +39,7 @@ def watch() -> Interceptor:
 
 def test_the_sources_are_shipped_beside_the_module() -> None:
     package = importlib.resources.files("opintercept")
-    folders = [package.joinpath(name) for name in ("_engines/compiled", "_native", "_native/vectors")]
+    folders = [package.joinpath(name) for name in ("_engines/compiled", "_native", "_native/device", "_native/vectors")]
     files = [file.name for folder in folders for file in folder.iterdir() if file.name.endswith((".cpp", ".h"))]
     assert {"kernels.cpp", "record.cpp", "stack.cpp", "values.cpp", "read_values.cpp"} <= set(files)
     assert sorted(path.name for path in (*build.SOURCES, *build.HEADERS)) == sorted(files)

@@ -1,7 +1,8 @@
 """What hooks find on a stand-in for a GPU, beside what they find on the CPU.
 
-`python device_hooks.py [--late] NAME...` prints as JSON where they differ. The device comes first in each case. With
-`--late` the device passes for CUDA, and copies arrive late.
+`python device_hooks.py [--late] [--launch] NAME...` prints as JSON where they differ. The device comes first in each
+case. With `--late` the device passes for CUDA, and copies arrive late. With `--launch` kernels in C++ note the calls,
+and values are read in one launch.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from opintercept import hooks, intercept, runs
 
 Made = tuple[Any, Callable[[Any], Any]]  # a hook, and what it has found
+ENGINE: Any = "compiled" if "--launch" in sys.argv else "kernel"
 
 
 class Net(nn.Module):
@@ -48,7 +50,7 @@ def program(device: str, hook: Any, step: Callable[[Tensor], Tensor] = lambda x:
     torch.manual_seed(0)
     net = Net().to(device)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    with intercept(hook, engine="kernel", **options) as interceptor:
+    with intercept(hook, engine=ENGINE, **options) as interceptor:
         for _ in range(3):
             loss = net(step(torch.randn(80, 24).to(device))).square().mean()
             optimizer.zero_grad()
@@ -174,6 +176,8 @@ def compare(name: str, step: Callable[[Tensor], Tensor], **options: Any) -> list
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    if "--launch" in sys.argv:
+        toy_device.use_driver()
     if "--late" in sys.argv:
         toy_device.take_for_cuda()
     results = {}

@@ -85,6 +85,9 @@ class Opened { // the memory of a tensor, as long as this lives
   ~Opened() {
     change(-1);
   }
+  void keep(int by) { // stays open, or closes what has stayed
+    change(by);
+  }
 
  private:
   void change(int by) {
@@ -140,6 +143,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   c10::Stream exchangeStream(c10::Stream used) const noexcept override {
     return c10::Stream(c10::Stream::UNSAFE, used.device(), std::exchange(stream, used.id()));
+  }
+  void* getStreamNativeHandle(const c10::Stream of) const { // which torch 2.11 does not ask for
+    return reinterpret_cast<void*>(of.id());
   }
   c10::DeviceIndex deviceCount() const noexcept override {
     return 2;
@@ -406,6 +412,42 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   Running running;
   at::native::cpu_fallback(op, stack);
 }
+
+} // namespace
+
+// What the stand-in for CUDA's driver needs, see fake_cuda.cpp.
+extern "C" {
+
+void toy_change(void* data, int by) { // lets the host read the memory that this lies in, or no longer
+  std::lock_guard lock(mutex);
+  auto block = blocks.upper_bound(data);
+  if (block != blocks.begin() &&
+      static_cast<char*>(data) < static_cast<char*>((--block)->first) + block->second.bytes) {
+    Opened(block->first).keep(by);
+  }
+}
+
+int toy_captures(void* of) {
+  return captured != nullptr && captured_stream == reinterpret_cast<int64_t>(of);
+}
+
+int toy_launch(void (*run)(void*), void* launch, void* of) { // and return whether a graph keeps it
+  count(LAUNCHES);
+  if (toy_captures(of)) {
+    captured->push_back([run, launch] { run(launch); });
+    return 1;
+  }
+  run(launch);
+  return 0;
+}
+
+void toy_wait() {
+  count(WAITS);
+}
+
+} // extern "C"
+
+namespace {
 
 std::vector<std::shared_ptr<Graph>> graphs;
 

@@ -7,6 +7,7 @@ its own. Run what is to be compared on the device before the CPU, which may hide
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import json
 import os
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import fake_cuda
 import torch
 
 from opintercept._native import build
@@ -51,6 +53,14 @@ def take_for_cuda() -> None:
             setattr(torch.cuda, name, value)
     vars(torch._C)["_CUDAGraph"] = Graph
     torch.ops.toy.late(True)
+    fake_cuda.behave(late=True)
+
+
+def use_driver() -> None:
+    """Let hooks read values on the device in one launch, as on CUDA."""
+    toy = ctypes.CDLL(str(build_device()))
+    fake_cuda.driver().fake_device(toy.toy_change, toy.toy_captures, toy.toy_launch, toy.toy_wait)
+    fake_cuda.use("toy")
 
 
 def synchronize(_device: Any = None) -> None:

@@ -1,105 +1,119 @@
-"""What reads the values of tensors on devices: torch's operators, unless the environment asks for Triton."""
+"""What reads the values of tensors on devices: a kernel, and torch's operators where there is none."""
 
 from __future__ import annotations
 
-import sys
-from types import SimpleNamespace
+import logging
 from typing import Any
 
+import fake_cuda
+import fake_devices
 import pytest
 import torch
+from compiler import needs_compiler
+from made_tensors import random_bits
 from native import reading
 from numpy_stats import one_row, parts_of
 from torch import Tensor
 
-import opintercept._values
-from opintercept._values import content, on_device, sums
-from opintercept._values import hash as _hash
+from opintercept._native import library, nvrtc
+from opintercept._values import content, on_device
 from opintercept._values.content import content_of
 from opintercept.hooks import stats
 
+pytestmark = [pytest.mark.slow, needs_compiler]
 TENSOR = torch.tensor([[1.0, 0.0, torch.nan, 1e30], [3.0, -torch.inf, 2e-3, 4.0]])
-
-
-def rows_of(tensor: Tensor, limits: Any, hashed: bool) -> Tensor:
-    """What the kernel returns, a row for each three values."""
-    read = [sums.Reader(None, False).read(piece) for piece in sums.flat(tensor).split(3)]
-    rows = torch.tensor([[*figures, below, high] for figures, below, high in read], dtype=torch.float64).view(
-        torch.int64
-    )
-    hashes = torch.zeros(len(rows), 1, dtype=torch.int64)
-    if hashed:
-        hashes[0], hashes[-1] = _hash.hash_of(*_hash.bits_of(tensor)) - 5, 5
-    return torch.cat([hashes, rows], 1)
-
-
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Ask for the kernel as in a process that has read nothing yet. The CPU is the device."""
-    monkeypatch.setattr(on_device, "known", None)
-    monkeypatch.setattr(on_device, "DEVICES", ("cpu",))
-    monkeypatch.setattr(content, "ON_HOST", ())
-    monkeypatch.setattr(stats, "ON_HOST", ())
-    monkeypatch.setenv(on_device.SWITCH, "1")
-    with reading(False):
-        yield monkeypatch
-
-
-def use(patch: pytest.MonkeyPatch, read: Any) -> None:
-    patch.setattr(opintercept._values, "triton_reader", SimpleNamespace(read=read, VERSION="9.9"), raising=False)
 
 
 def found(tensor: Tensor) -> Any:
     read = content_of(tensor)
     assert read is not None
-    return read.read(), parts_of([one_row(tensor, tensor.mT)])
+    return read.read(), parts_of([one_row(tensor, tensor.mT, for_dtype=torch.float8_e5m2)])
 
 
-def test_rows_of_the_kernel_are_added_up(asked: pytest.MonkeyPatch) -> None:
-    asked.delenv(on_device.SWITCH)
-    expected = found(TENSOR)
-    assert on_device.told() == "read with torch's operators"
-    asked.setattr(on_device, "known", None)
-    asked.setenv(on_device.SWITCH, "1")
-    use(asked, rows_of)
-    assert found(TENSOR) == expected
-    assert on_device.told() == "read in one launch, by Triton 9.9"
+def by_torch(tensor: Tensor) -> Any:
+    """The same by torch's operators, as on a device that is neither the host nor CUDA."""
+    with reading(False), pytest.MonkeyPatch.context() as patch:
+        for where in (content, stats):
+            patch.setattr(where, "ON_HOST", ())
+        return found(tensor)
 
 
-def test_a_kernel_that_fails_is_launched_once(asked: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    launches = []
-
-    def fail(*args: Any) -> Tensor:
-        launches.append(args)
-        raise RuntimeError("no such instruction")
-
-    use(asked, fail)
-    assert found(TENSOR)[0].count == 8
-    reason = "OPINTERCEPT_TRITON=1 is set, but RuntimeError: no such instruction"
-    assert on_device.told() == f"read with torch's operators, since {reason}"
-    assert (len(launches), [*map(str, caplog.messages)]) == (
-        1,
-        [f"opintercept: values on devices are {on_device.told()}"],
-    )
+@pytest.mark.parametrize("shape", [(2, 3), (5000,), (70, 300)], ids=str)
+def test_runs_and_stats_take_what_the_kernel_reads(shape: tuple[int, ...]) -> None:
+    tensor = random_bits(shape, torch.float16, 5)
+    tensor = tensor if tensor.dim() > 1 else tensor[None]
+    other, other_rows = by_torch(tensor)
+    with fake_devices.on_fake_devices():
+        fake_cuda.driver().fake_count(b"cuLaunchKernel")
+        values, rows = found(tensor)
+        assert fake_cuda.driver().fake_count(b"cuLaunchKernel") == 3
+        assert on_device.told() == "read in one launch"
+    for one, two in zip(values.as_dict().values(), other.as_dict().values(), strict=True):
+        assert one == (pytest.approx(two, rel=1e-12) if isinstance(two, float) else two)
+    assert rows == other_rows
 
 
-def test_without_triton_torchs_operators_read(asked: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    asked.delattr(opintercept._values, "triton_reader", raising=False)
-    asked.delitem(sys.modules, "opintercept._values.triton_reader", raising=False)
-    asked.setitem(sys.modules, "triton", None)
-    assert found(TENSOR)[0].count == 8
-    assert on_device.told().startswith(
-        "read with torch's operators, since OPINTERCEPT_TRITON=1 is set, but ModuleNotFou"
-    )
-    assert len(caplog.messages) == 1
+FUNCTIONS = "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuModuleLoadData", "cuModuleGetFunction"
 
 
-def test_the_kernel_gets_plain_arrays_alone(asked: pytest.MonkeyPatch) -> None:
-    class Other(Tensor):
-        pass
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_driver_that_fails_is_asked_once(function: str, caplog: pytest.LogCaptureFixture) -> None:
+    expected = by_torch(TENSOR)
+    with fake_devices.on_fake_devices(), caplog.at_level(logging.WARNING, "opintercept"):
+        fake_cuda.driver().fake_count(function.encode())
+        fake_cuda.driver().fake_fail(function.encode(), 1)
+        assert found(TENSOR) == expected
+        assert found(TENSOR) == expected
+        assert fake_cuda.driver().fake_count(function.encode()) == 1
+        text = f"values on devices are read with torch's operators, since {function}: invalid argument"
+        assert caplog.messages == [f"opintercept: {text}"]
 
-    use(asked, lambda *_: pytest.fail("it was launched"))
-    negative = torch.ones(2, 2, dtype=torch.complex64).conj().imag
-    nested = torch.nested.nested_tensor([torch.ones(2)])
-    for each in torch.ones(2, 2).as_subclass(Other), torch.eye(2).to_sparse(), negative, nested:
-        assert on_device.read(each, None, True) is None
+
+def test_without_nvrtc_torchs_operators_read(caplog: pytest.LogCaptureFixture) -> None:
+    expected = by_torch(TENSOR)
+
+    def fails(*_: Any) -> bytes:
+        raise RuntimeError("there is no libnvrtc.so.13")
+
+    with fake_devices.on_fake_devices() as patch, caplog.at_level(logging.WARNING, "opintercept"):
+        patch.setattr(nvrtc, "code_for", fails)
+        assert found(TENSOR) == expected
+        assert on_device.told() == "read with torch's operators, since there is no libnvrtc.so.13"
+        assert len(caplog.messages) == 1
+
+
+def test_without_the_library_torchs_operators_read_and_nobody_warns(caplog: pytest.LogCaptureFixture) -> None:
+    expected = by_torch(TENSOR)
+    with fake_devices.on_fake_devices() as patch, caplog.at_level(logging.WARNING, "opintercept"):
+        patch.setattr(library, "known", library.Library(None, reason="none was built"))
+        assert found(TENSOR) == expected
+        assert "`opintercept build` builds them" in on_device.told()
+        assert caplog.messages == []
+
+
+@pytest.mark.parametrize("function", ["cuLaunchKernel", "cuMemAlloc", "cuMemHostAlloc"])
+def test_a_launch_that_fails_is_made_up_for_by_torch(function: str) -> None:
+    expected = by_torch(TENSOR)
+    with fake_devices.on_fake_devices():
+        fake_cuda.driver().fake_fail(function.encode(), 2)
+        assert found(TENSOR) == expected
+        assert on_device.unread == {"float32, Tensor": 2}
+        assert found(TENSOR)[0] == expected[0]
+        assert on_device.told() == "read in one launch, and with torch's operators: 2 of float32, Tensor"
+
+
+def test_what_the_kernel_does_not_know_is_counted() -> None:
+    with fake_devices.on_fake_devices():
+        assert content_of(torch.ones(2, dtype=torch.complex64)).read().count == 2  # type: ignore[union-attr]
+        assert on_device.unread == {"complex64, Tensor": 1}
+
+
+def test_a_device_that_has_failed_is_told() -> None:
+    with fake_devices.on_fake_devices():
+        fake_cuda.behave(late=True)
+        read = content_of(TENSOR)
+        assert read is not None
+        assert read.at_hand is None
+        fake_cuda.behave(late=True, lost=True)
+        with pytest.raises(RuntimeError, match="the device has failed"):
+            read.read()

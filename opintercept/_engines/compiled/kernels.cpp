@@ -37,6 +37,7 @@ PyObject* opintercept_set_up_notes(PyObject*, PyObject*);
 PyObject* opintercept_forget_notes(PyObject*, PyObject*);
 bool opintercept_add_ring(PyObject* module);
 bool opintercept_add_records(PyObject* module);
+bool opintercept_add_readings(PyObject* module);
 bool opintercept_add_checker(PyObject* module);
 
 thread_local PyObject* opintercept::hidden_here = nullptr;
@@ -234,7 +235,7 @@ PyObject* opintercept::outputs_to_python(const Overload& overload, const Stack& 
 namespace {
 
 // One watched call, which `invoke` gets through its head.
-struct Call {
+struct ShownCall {
   const Overload* overload;
   const c10::OperatorHandle* op;
   DispatchKeySet below;
@@ -247,10 +248,10 @@ struct Call {
   PyObject* output = nullptr; // the operator's own outputs in Python
   bool done = false; // whether the values on the stack are outputs by now, or gone
 
-  Call() = default;
-  Call(const Call&) = delete;
-  Call& operator=(const Call&) = delete;
-  ~Call() {
+  ShownCall() = default;
+  ShownCall(const ShownCall&) = delete;
+  ShownCall& operator=(const ShownCall&) = delete;
+  ~ShownCall() {
     for (auto& [name, value] : kwargs) {
       Py_DECREF(value);
     }
@@ -260,14 +261,14 @@ struct Call {
 
 struct Head { // what `run` hands to `invoke`; a traceback may keep it longer than its call
   PyObject_HEAD
-  Call* call;
+  ShownCall* call;
 };
 
 PyTypeObject HeadType = {PyVarObject_HEAD_INIT(nullptr, 0) "opintercept._engines.compiled.Head"};
 
 struct Inside { // puts the scope for an operator's inner steps in place
-  Call* call;
-  explicit Inside(Call* c) : call(c) {
+  ShownCall* call;
+  explicit Inside(ShownCall* c) : call(c) {
     if (call->inner) {
       hidden_here = nullptr;
       ThreadLocalPythonObjects::set(KEY, call->inner);
@@ -283,7 +284,7 @@ struct Inside { // puts the scope for an operator's inner steps in place
 
 // Whether `run` passes on the very arguments that it got, so that the values on the stack are still right. A list may
 // have changed.
-bool same_arguments(const Call& call, PyObject* const* args, Py_ssize_t count, PyObject* names) {
+bool same_arguments(const ShownCall& call, PyObject* const* args, Py_ssize_t count, PyObject* names) {
   if (count != PyTuple_GET_SIZE(call.args)) {
     return false;
   }
@@ -319,7 +320,7 @@ bool frozen(PyObject* output) {
 
 // invoke(head, *args, **kwargs), which `run` calls between its hooks.
 PyObject* invoke(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject* names) {
-  Call* call = reinterpret_cast<Head*>(args[0])->call;
+  ShownCall* call = reinterpret_cast<Head*>(args[0])->call;
   if (call == nullptr) {
     PyErr_SetString(PyExc_RuntimeError, "the operator has returned");
     return nullptr;
@@ -449,7 +450,7 @@ struct Kernel final : c10::OperatorKernel {
     PyObject* hidden = watch_hidden.of(watch.get()); // the watch owns it, since it never assigns it again
     PyObject* inner = watch_inner.of(watch.get());
 
-    Call call;
+    ShownCall call;
     call.overload = &overload;
     call.op = &op;
     call.below = below;
@@ -703,7 +704,8 @@ PyMODINIT_FUNC INIT(TORCH_EXTENSION_NAME)() {
   if (made == nullptr) {
     return nullptr;
   }
-  if (!opintercept_add_ring(made) || !opintercept_add_records(made) || !opintercept_add_checker(made)) {
+  if (!opintercept_add_ring(made) || !opintercept_add_records(made) || !opintercept_add_readings(made) ||
+      !opintercept_add_checker(made)) {
     Py_DECREF(made);
     return nullptr;
   }

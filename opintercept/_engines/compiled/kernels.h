@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "objects.h"
+#include "../../_native/objects.h"
 
 #include <ATen/ThreadLocalPythonObjects.h>
 #include <ATen/core/dispatch/Dispatcher.h>

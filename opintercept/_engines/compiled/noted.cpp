@@ -25,7 +25,8 @@ using namespace opintercept;
 
 // See `set_up_notes`.
 PyObject *state, *rings_of_watch;
-PyObject *number_name, *here_name, *note_name, *behind_name, *beside_name, *deliver_name, *settle_name;
+PyObject *number_of_name, *lasting_call_site_name, *link_name, *forward_of_name, *beside_kernel_name, *deliver_name,
+    *flush_name;
 Slot state_everywhere, scope_everywhere, scope_carried, scope_notes, watch_row, watch_hidden;
 
 struct Entry {
@@ -108,6 +109,7 @@ struct Part {
   std::unique_ptr<PyObject, EndsCall> begun; // the call, if its hooks have seen it before it ran
   bool described = false; // whether the key says all that a look depends on
   std::array<Values, ROLES> values;
+  device::Launch launch; // reads those that are on a device
 
   const Plan& plan() const {
     return *known->plan;
@@ -121,8 +123,8 @@ const c10::StorageImpl* storage_of(const at::Tensor& tensor) { // null where the
   return tensor.defined() && tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
 }
 
-PyObject* rows_of(const Ring* ring) { // borrowed: the watch's pipeline owns it
-  return THPObjectPtr(check(PyObject_CallNoArgs(ring->rows))).get();
+PyObject* pipeline_of(const Ring* ring) { // borrowed: the watch's pipeline owns it
+  return THPObjectPtr(check(PyObject_CallNoArgs(ring->pipeline))).get();
 }
 
 PyObject* or_none(PyObject* object) {
@@ -148,7 +150,7 @@ uint32_t number_in(PyObject* bytes) {
   return number;
 }
 
-struct Call {
+struct NotedCall {
   const Overload& overload;
   const Entry& entry;
   const ScopePtr& scope;
@@ -158,6 +160,14 @@ struct Call {
   bool backward = false;
   double elapsed = 0;
   std::vector<std::pair<at::Tensor, Ends>> before; // the range of what the call overwrites
+
+  ~NotedCall() {
+    for (Part& part : parts) {
+      for (Values& each : part.values) {
+        device::drop(each.pending);
+      }
+    }
+  }
 
   bool writes() const {
     return !entry.written.empty();
@@ -232,8 +242,20 @@ struct Call {
     Values& found = part.values[role];
     const Plan& plan = part.plan();
     const Target* target = plan.has_target ? &plan.target : nullptr;
-    found.known = read_sums(tensor, target, plan.hashed, !part.records_alone(), found.sums, found.hash);
+    if (!tensor.is_cpu() && tensor.numel() != 0) {
+      found.known = part.launch.takes(tensor, plan.hashed, target, found.pending);
+      return found.known;
+    }
+    found.known =
+        !tensor.is_cpu() || read_sums(tensor, target, plan.hashed, !part.records_alone(), found.sums, found.hash);
     return found.known;
+  }
+
+  // Begins to read the tensors on a device that are to be read. False if that cannot be: then their values are unknown.
+  static bool launch(Part& part) {
+    bool begun = part.launch.size() == 0 || part.launch.start();
+    part.launch = {};
+    return begun;
   }
 
   // The number by which a record names a place.
@@ -241,7 +263,7 @@ struct Call {
     if (part.plan().writes == nullptr) {
       return 0;
     }
-    THPObjectPtr number(check(PyObject_CallMethodObjArgs(rows_of(part.ring), number_name, place, nullptr)));
+    THPObjectPtr number(check(PyObject_CallMethodObjArgs(pipeline_of(part.ring), number_of_name, place, nullptr)));
     return number_in(number.get());
   }
 
@@ -255,8 +277,8 @@ struct Call {
     if (part.row.place == UNKNOWN) {
       Locked locked;
       THPObjectPtr place(check(PyObject_CallMethodObjArgs(
-          rows_of(part.ring),
-          here_name,
+          pipeline_of(part.ring),
+          lasting_call_site_name,
           or_none(walked.module),
           or_none(walked.root),
           or_none(walked.code),
@@ -292,7 +314,7 @@ struct Call {
     const at::Tensor* lhs = operand(0);
     THPObjectPtr left(check(PyLong_FromVoidPtr(lhs == nullptr ? nullptr : const_cast<void*>(address(*lhs)))));
     THPObjectPtr found(
-        check(PyObject_CallMethodObjArgs(rows_of(part.ring), behind_name, used.get(), left.get(), nullptr)));
+        check(PyObject_CallMethodObjArgs(pipeline_of(part.ring), forward_of_name, used.get(), left.get(), nullptr)));
     if (found.get() == Py_None) {
       return false;
     }
@@ -334,8 +356,8 @@ struct Call {
     }
     THPObjectPtr index(check(PyLong_FromLongLong(part.row.index)));
     THPObjectPtr noted(check(PyObject_CallMethodObjArgs(
-        rows_of(part.ring),
-        note_name,
+        pipeline_of(part.ring),
+        link_name,
         entry.row,
         index.get(),
         used.get(),
@@ -354,7 +376,10 @@ struct Call {
     }
     bool written = part.ring->write(part.known, key, part.row, part.values);
     for (size_t role = 0; role < ROLES; role++) {
-      part.values[role].known &= is_output(role) || entry.positions[role] >= 0;
+      if (!is_output(role) && entry.positions[role] < 0) {
+        part.values[role].known = false;
+        device::drop(part.values[role].pending);
+      }
     }
     return written;
   }
@@ -385,8 +410,8 @@ struct Call {
     THPObjectPtr seconds(check(PyFloat_FromDouble(elapsed)));
     THPObjectPtr phase(check(PyUnicode_FromString(backward ? "backward" : "forward")));
     return check(PyObject_CallMethodObjArgs(
-        rows_of(part.ring),
-        beside_name,
+        pipeline_of(part.ring),
+        beside_kernel_name,
         again ? part.begun.get() : Py_None,
         entry.row,
         overload.in_python().overload,
@@ -458,6 +483,22 @@ struct Call {
     }
   }
 
+  // As `find_range`, on a device, which is waited for.
+  static bool find_range_there(const at::Tensor& tensor, Ends& ends) {
+    if (tensor.numel() == 0) {
+      return true;
+    }
+    device::Launch launch;
+    device::Pending pending;
+    Sums sums;
+    uint64_t hash;
+    if (!launch.takes(tensor, false, nullptr, pending) || !launch.start() || !device::wait_for(pending, sums, hash)) {
+      return false;
+    }
+    ends = sums.finite == sums.count ? Ends{sums.low, sums.high} : Ends{};
+    return true;
+  }
+
   // Whether what the call overwrites is finite now, as far as that can be told. Keeps the ranges for hooks.
   bool overwrites_finite(const c10::IValue& value) {
     if (value.isList()) {
@@ -472,7 +513,7 @@ struct Call {
       return true;
     }
     Ends ends{0, 0};
-    if (!find_range(tensor, ends) || !ends.are_finite()) {
+    if (!(tensor.is_cpu() ? find_range(tensor, ends) : find_range_there(tensor, ends)) || !ends.are_finite()) {
       return false;
     }
     before.emplace_back(tensor, ends);
@@ -520,45 +561,76 @@ struct Key {
 
 thread_local std::string Key::kept;
 
-bool is_surely_finite(const c10::IValue& value) {
-  if (value.isList()) {
-    auto items = value.toListRef();
-    return std::all_of(items.begin(), items.end(), is_surely_finite);
+// Looks for values that are not finite: at once on the host, and in one launch on a device.
+class FiniteLook {
+ public:
+  // False if it is not known that all values are finite.
+  bool take(const c10::IValue& value) {
+    if (value.isList()) {
+      auto items = value.toListRef();
+      return std::all_of(items.begin(), items.end(), [this](const c10::IValue& item) { return take(item); });
+    }
+    if (!value.isTensor() || !value.toTensor().defined()) {
+      return true;
+    }
+    const at::Tensor& tensor = value.toTensor();
+    if (c10::isIntegralType(tensor.scalar_type(), true)) {
+      return true;
+    }
+    if (!tensor.is_cpu()) {
+      return tensor.numel() == 0 || launches(tensor) || (launch.size() != 0 && are_finite() && launches(tensor));
+    }
+    Ends ends{0, 0};
+    return find_range(tensor, ends) && ends.are_finite();
   }
-  if (!value.isTensor() || !value.toTensor().defined()) {
-    return true;
+
+  // Waits for the device. False likewise, of what was taken before.
+  bool are_finite() {
+    bool found = launch.size() == 0 || launch.start();
+    for (size_t i = 0; i < launch.size(); i++) {
+      Sums sums;
+      uint64_t hash;
+      found = device::wait_for(pending[i], sums, hash) && sums.finite == sums.count && found;
+    }
+    launch = {};
+    return found;
   }
-  Ends ends{0, 0};
-  const at::Tensor& tensor = value.toTensor();
-  return c10::isIntegralType(tensor.scalar_type(), true) || (find_range(tensor, ends) && ends.are_finite());
-}
+
+ private:
+  bool launches(const at::Tensor& tensor) {
+    return launch.size() < pending.size() && launch.takes(tensor, false, nullptr, pending[launch.size()]);
+  }
+
+  device::Launch launch;
+  std::array<device::Pending, ROLES> pending;
+};
 
 // Whether an output lies in the memory of an argument, which has been read where it was made.
-bool is_view(const Call& call, const c10::IValue& output) {
+bool is_view(const NotedCall& call, const c10::IValue& output) {
   const auto* memory = output.isTensor() ? storage_of(output.toTensor()) : nullptr;
   return memory != nullptr && std::any_of(call.given.begin(), call.given.end(), [&](const c10::IValue& value) {
            return value.isTensor() && storage_of(value.toTensor()) == memory;
          });
 }
 
-bool is_finite_after(const Call& call, const c10::IValue* outputs, size_t count) {
+bool is_finite_after(const NotedCall& call, const c10::IValue* outputs, size_t count) {
+  FiniteLook look;
   if (call.writes()) { // what it returns are the tensors that it has written to, or its own
     for (size_t place : call.entry.written) {
-      if (!is_surely_finite(call.given[place])) {
+      if (!look.take(call.given[place])) {
         return false;
       }
     }
   } else if (call.entry.unread) {
     return true;
   }
-  return std::all_of(outputs, outputs + count, [&](const c10::IValue& output) {
-    return is_view(call, output) || is_surely_finite(output);
-  });
+  auto is_taken = [&](const c10::IValue& output) { return is_view(call, output) || look.take(output); };
+  return std::all_of(outputs, outputs + count, is_taken) && look.are_finite();
 }
 
 // What the outputs say. Returns whether the pipeline's hooks have to see the call.
 bool look_at_outputs(
-    Call& call, Part& part, std::string& key, size_t described, const c10::IValue* outputs, size_t count) {
+    NotedCall& call, Part& part, std::string& key, size_t described, const c10::IValue* outputs, size_t count) {
   const Plan& plan = part.plan();
   if (part.checked != nullptr && part.checked->form->lhs >= 0 && !plan.checker->agrees(*part.checked, outputs[0])) {
     return true;
@@ -583,6 +655,9 @@ bool look_at_outputs(
         return true;
       }
     }
+    if (!NotedCall::launch(part) && !call.writes()) { // of what was overwritten, hooks would see the wrong values
+      return true;
+    }
   }
   if (!part.rows) {
     return false;
@@ -599,13 +674,13 @@ bool look_at_outputs(
   return false;
 }
 
-PyObject* settle(Call& call, Part& part, PyObject* only_if_free) {
+PyObject* flush(NotedCall& call, Part& part, PyObject* only_if_free) {
   Hidden hooks(call.entry.hidden, call.entry.hidden_scope, call.scope);
-  return check(PyObject_CallMethodObjArgs(rows_of(part.ring), settle_name, only_if_free, nullptr));
+  return check(PyObject_CallMethodObjArgs(pipeline_of(part.ring), flush_name, only_if_free, nullptr));
 }
 
 // Puts the row of a call that has run into the ring. Returns whether there is nothing left to note.
-bool put_row(Call& call, Part& part, std::string& key) {
+bool put_row(NotedCall& call, Part& part, std::string& key) {
   if (!part.rows) {
     call.count(part);
     return true;
@@ -617,7 +692,7 @@ bool put_row(Call& call, Part& part, std::string& key) {
     call.count(part);
     if (half_full) {
       Locked locked;
-      THPObjectPtr(settle(call, part, Py_True));
+      THPObjectPtr(flush(call, part, Py_True));
     }
     return true;
   }
@@ -626,7 +701,7 @@ bool put_row(Call& call, Part& part, std::string& key) {
     if (PyObject* row = part.ring->as_python(part.known, key, part.row, part.values); row != nullptr) {
       THPObjectPtr owned(row);
       Hidden hooks(call.entry.hidden, call.entry.hidden_scope, call.scope);
-      THPObjectPtr(check(PyObject_CallMethodObjArgs(rows_of(part.ring), deliver_name, row, nullptr)));
+      THPObjectPtr(check(PyObject_CallMethodObjArgs(pipeline_of(part.ring), deliver_name, row, nullptr)));
       return true;
     }
   }
@@ -634,7 +709,7 @@ bool put_row(Call& call, Part& part, std::string& key) {
 }
 
 // Puts the row of a call that has run into the ring, or shows the call to the hooks.
-void tell(Call& call, Part& part, std::string& key, size_t described, const Stack& stack, size_t count) {
+void tell(NotedCall& call, Part& part, std::string& key, size_t described, const Stack& stack, size_t count) {
   const c10::IValue* outputs = stack.data() + stack.size() - count;
   bool finite = !part.plan().finite || is_finite_after(call, outputs, count);
   bool noted = (finite || call.writes()) && !look_at_outputs(call, part, key, described, outputs, count) &&
@@ -664,13 +739,13 @@ bool opintercept::ran_noted(
     return false;
   }
   size_t count = overload.count;
-  Call call{overload, *entry, saved, stack->data() + stack->size() - count, {}, {}};
+  NotedCall call{overload, *entry, saved, stack->data() + stack->size() - count, {}, {}};
   bool recording = c10::GradMode::is_enabled();
   call.backward = in_backward();
   if (call.backward && (recording || is_recompute())) {
     return false; // may be a forward call, or be recorded as one
   }
-  bool links = false, on_host = false, settings = false, finite = false;
+  bool links = false, on_host = false, reads = false, settings = false, finite = false;
   for (Ring* ring : entry->rings) {
     GenerationPtr known = ring->current();
     if (known == nullptr) {
@@ -680,10 +755,11 @@ bool opintercept::ran_noted(
     bool noted = plan.rows || entry->opaque;
     links = links || plan.links;
     on_host = on_host || plan.on_host();
+    reads = reads || plan.reads_any();
     settings = settings || plan.settings;
     finite = finite || plan.finite;
     call.parts.push_back(
-        Part{ring, std::move(known), noted, noted || plan.writes != nullptr, {}, nullptr, nullptr, false, {}});
+        Part{ring, std::move(known), noted, noted || plan.writes != nullptr, {}, nullptr, nullptr, false, {}, {}});
   }
   if (links && !recording && !call.backward && !c10::AutogradState::get_tls_state().get_fw_grad_mode() &&
       !c10::InferenceMode::is_enabled()) {
@@ -701,8 +777,13 @@ bool opintercept::ran_noted(
   key.text.append(reinterpret_cast<const char*>(&overload.number), sizeof overload.number);
   for (size_t i = 0; i < count; i++) {
     const c10::IValue& value = call.values[i];
-    if ((on_host && value.isTensor() && value.toTensor().defined() && !value.toTensor().is_cpu()) ||
-        (describes && !look_at(key.text, value, fractions))) {
+    if ((on_host || reads) && value.isTensor() && value.toTensor().defined() && !value.toTensor().is_cpu()) {
+      if (on_host || !device::can_read(value.toTensor().device())) {
+        return false;
+      }
+      reads = false; // one device is enough to ask
+    }
+    if (describes && !look_at(key.text, value, fractions)) {
       return false;
     }
   }
@@ -720,7 +801,7 @@ bool opintercept::ran_noted(
     if (call.backward ? part.plan().links && !call.find_forward(part) : part.plan().place && !call.find_place(part)) {
       return false;
     }
-    const Call::Operands operands = call.operands(part);
+    const NotedCall::Operands operands = call.operands(part);
     for (size_t role = 0; role < ROLES; role++) {
       if (part.plan().reads[role] && operands[role] != nullptr && !call.reads(part, role, *operands[role])) {
         return false;
@@ -742,6 +823,11 @@ bool opintercept::ran_noted(
   for (size_t place : entry->overwritten) {
     if (finite && !call.overwrites_finite(call.values[place])) {
       return false; // hooks read it before the operator runs
+    }
+  }
+  for (Part& part : call.parts) {
+    if (call.writes() && !NotedCall::launch(part)) { // reads what is about to change
+      return false;
     }
   }
   int64_t began = nanoseconds_since_1970(), thread = this_thread();
@@ -869,13 +955,13 @@ PyObject* opintercept_set_up_notes(PyObject*, PyObject* args) {
   Py_INCREF(rings_of_watch);
   Py_INCREF(Ring::nowhere);
   Py_INCREF(Checker::keep_out);
-  number_name = PyUnicode_InternFromString("number_of");
-  here_name = PyUnicode_InternFromString("lasting_call_site");
-  note_name = PyUnicode_InternFromString("link");
-  behind_name = PyUnicode_InternFromString("forward_of");
-  beside_name = PyUnicode_InternFromString("beside_kernel");
+  number_of_name = PyUnicode_InternFromString("number_of");
+  lasting_call_site_name = PyUnicode_InternFromString("lasting_call_site");
+  link_name = PyUnicode_InternFromString("link");
+  forward_of_name = PyUnicode_InternFromString("forward_of");
+  beside_kernel_name = PyUnicode_InternFromString("beside_kernel");
   deliver_name = PyUnicode_InternFromString("deliver");
-  settle_name = PyUnicode_InternFromString("flush");
+  flush_name = PyUnicode_InternFromString("flush");
   NotesType.tp_basicsize = sizeof(Notes);
   NotesType.tp_flags = Py_TPFLAGS_DEFAULT;
   NotesType.tp_dealloc = free_notes;

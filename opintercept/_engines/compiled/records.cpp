@@ -4,9 +4,10 @@
 
 #include "records.h"
 
+#include "../../_native/objects.h"
 #include "../../_native/splitmix.h"
-#include "objects.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstring>
@@ -40,7 +41,7 @@ uint64_t check_of(const Record& record, uint64_t lap) {
 }
 
 // `_values.content._values_of`, as a record has it. False if there is no room for the values.
-bool describe(TensorRecord& record, const Values& values) {
+bool describe(StoredTensor& record, const Values& values) {
   const Sums& sums = values.sums;
   int64_t inf = sums.count - sums.finite - sums.nan;
   if ((sums.nan | inf) >> 32 != 0) {
@@ -69,10 +70,31 @@ PyObject* bytes_of(const std::vector<Record>& records) {
 
 } // namespace
 
+void Values::settle() {
+  if (pending.is_open()) {
+    known = device::wait_for(pending, sums, hash);
+  }
+}
+
+bool Records::Unfinished::has_arrived() const {
+  return std::all_of(late.begin(), late.end(), [](const Late& each) { return device::has_arrived(each.pending); });
+}
+
+void Records::Unfinished::finish() {
+  for (Late& each : late) {
+    Values values;
+    values.pending = each.pending;
+    values.settle();
+    if (!values.known || !describe(tensors[call.rows[each.role] - 1], values)) {
+      call.rows[each.role] = 0;
+    }
+  }
+}
+
 bool Records::put(
     const Row& row, const std::array<Values, ROLES>& values, const std::array<bool, ROLES>& written, uint32_t signature,
     uint32_t site) {
-  CallRecord call{};
+  StoredCall call{};
   call.index = row.index;
   call.step = row.step;
   call.forward = row.forward;
@@ -83,35 +105,78 @@ bool Records::put(
   call.site = site;
   call.phase = row.backward ? 2 : 1; // the place among the choices of `CallRecord.phase`
   call.grad_of = static_cast<uint8_t>(row.grad_of + 1);
-  std::array<TensorRecord, ROLES> found{};
+  std::array<StoredTensor, ROLES> found{};
   size_t count = 0;
+  c10::SmallVector<Late, ROLES> late;
   for (size_t role = 0; role < ROLES; role++) {
     if (written[role] && values[role].known) {
-      if (!describe(found[count], values[role])) {
+      if (values[role].pending.is_open()) {
+        late.push_back({role, values[role].pending});
+      } else if (!describe(found[count], values[role])) {
         return false;
       }
       call.rows[role] = static_cast<uint32_t>(++count);
     }
   }
-  std::lock_guard lock(mutex);
-  if (is_open && to_calls == nullptr && calls.size() >= slots) {
+  if (is_full()) {
     return false;
   }
-  write(call, found.data(), count);
+  for (const Late& each : late) {
+    device::share(each.pending);
+  }
+  put(call, found, count, late);
   return true;
 }
 
 bool Records::is_full() {
   std::lock_guard lock(mutex);
-  return is_open && to_calls == nullptr && calls.size() >= slots;
+  return is_open && to_calls == nullptr && calls.size() + unfinished.size() >= slots;
 }
 
-void Records::put(CallRecord call, std::vector<TensorRecord>& found) {
-  std::lock_guard lock(mutex);
-  write(call, found.data(), found.size());
+void Records::put(StoredCall call, std::vector<StoredTensor>& found) {
+  std::array<StoredTensor, ROLES> tensors{};
+  const size_t count = std::min(found.size(), ROLES);
+  std::copy_n(found.begin(), count, tensors.begin());
+  put(call, tensors, count, {});
 }
 
-void Records::write(CallRecord& call, TensorRecord* found, size_t count) {
+void Records::put(StoredCall& call, std::array<StoredTensor, ROLES>& found, size_t count, c10::ArrayRef<Late> late) {
+  {
+    std::lock_guard lock(mutex);
+    if (late.empty() && unfinished.empty()) {
+      return write(call, found.data(), count);
+    }
+    unfinished.push_back({call, found, count, {late.begin(), late.end()}}); // in the order of the calls
+  }
+  write_finished(false);
+}
+
+void Records::write_finished(bool waits) {
+  std::unique_lock alone(writing, std::defer_lock);
+  if (!waits) {
+    if (!alone.try_lock()) {
+      return;
+    }
+  } else {
+    alone.lock();
+  }
+  while (true) {
+    Unfinished* oldest;
+    {
+      std::lock_guard lock(mutex);
+      if (unfinished.empty() || !(waits || unfinished.front().has_arrived())) {
+        return;
+      }
+      oldest = &unfinished.front(); // stays where it is while others are added
+    }
+    oldest->finish();
+    std::lock_guard lock(mutex);
+    write(oldest->call, oldest->tensors.data(), oldest->count);
+    unfinished.pop_front();
+  }
+}
+
+void Records::write(StoredCall& call, StoredTensor* found, size_t count) {
   if (!is_open) {
     return; // outside of the block
   }
@@ -148,9 +213,9 @@ bool Records::open(PyObject* call_buffer, PyObject* tensor_buffer, uint64_t room
       PyBuffer_Release(&views[0]);
       return false;
     }
-    to_calls = static_cast<CallRecord*>(views[0].buf);
-    to_tensors = static_cast<TensorRecord*>(views[1].buf);
-    rows_of_call = static_cast<uint64_t>(views[1].len) / sizeof(TensorRecord) / room;
+    to_calls = static_cast<StoredCall*>(views[0].buf);
+    to_tensors = static_cast<StoredTensor*>(views[1].buf);
+    rows_of_call = static_cast<uint64_t>(views[1].len) / sizeof(StoredTensor) / room;
   }
   slots = room;
   next = before;
@@ -158,9 +223,12 @@ bool Records::open(PyObject* call_buffer, PyObject* tensor_buffer, uint64_t room
   return true;
 }
 
-PyObject* Records::take() {
-  std::vector<CallRecord> taken_calls;
-  std::vector<TensorRecord> taken_tensors;
+PyObject* Records::take(bool waits) {
+  PyThreadState* state = PyEval_SaveThread();
+  write_finished(waits);
+  PyEval_RestoreThread(state);
+  std::vector<StoredCall> taken_calls;
+  std::vector<StoredTensor> taken_tensors;
   {
     std::lock_guard lock(mutex);
     taken_calls.swap(calls);
@@ -174,6 +242,7 @@ PyObject* Records::take() {
 
 void Records::close() {
   Py_buffer old[2]{};
+  write_finished(true);
   {
     std::lock_guard lock(mutex);
     is_open = false;
@@ -193,6 +262,8 @@ void Records::forget_parent() {
   is_open = false; // the files are the parent's
   to_calls = nullptr;
   to_tensors = nullptr;
+  new (&writing) std::mutex;
+  unfinished.clear(); // a child has no device
   calls.clear();
   tensors.clear();
 }
@@ -216,20 +287,24 @@ PyObject* put(PyObject* self, PyObject* args) {
   if (!PyArg_ParseTuple(args, "SS", &call, &tensors)) {
     return nullptr;
   }
-  CallRecord record{};
+  StoredCall record{};
   std::memcpy(&record, PyBytes_AS_STRING(call), std::min(sizeof record, static_cast<size_t>(PyBytes_GET_SIZE(call))));
-  std::vector<TensorRecord> found(static_cast<size_t>(PyBytes_GET_SIZE(tensors)) / sizeof(TensorRecord));
+  std::vector<StoredTensor> found(static_cast<size_t>(PyBytes_GET_SIZE(tensors)) / sizeof(StoredTensor));
   std::copy_n( // and not memcpy, which takes no null pointer, as that of no tensors may be
-      PyBytes_AS_STRING(tensors), found.size() * sizeof(TensorRecord), reinterpret_cast<char*>(found.data()));
+      PyBytes_AS_STRING(tensors), found.size() * sizeof(StoredTensor), reinterpret_cast<char*>(found.data()));
   records_of(self)->put(record, found);
   Py_RETURN_NONE;
 }
 
-PyObject* take(PyObject* self, PyObject*) {
-  return records_of(self)->take();
+// take(whether to wait for devices)
+PyObject* take(PyObject* self, PyObject* waits) {
+  return records_of(self)->take(waits == Py_True);
 }
 
 PyObject* close(PyObject* self, PyObject*) {
+  PyThreadState* state = PyEval_SaveThread();
+  records_of(self)->write_finished(true);
+  PyEval_RestoreThread(state);
   records_of(self)->close();
   Py_RETURN_NONE;
 }
@@ -241,22 +316,22 @@ PyObject* forget_parent(PyObject* self, PyObject*) {
 
 // layout() -> the offsets of the fields of each record, and then its size
 PyObject* layout(PyObject*, PyObject*) {
-  constexpr size_t row = sizeof(uint32_t), rows = offsetof(CallRecord, rows);
+  constexpr size_t row = sizeof(uint32_t), rows = offsetof(StoredCall, rows);
   static_assert(ROLES == 10);
   return Py_BuildValue(
       "{s(nnnnnnnnnnnnnnnnnnnnnnnnn)s(nnnnnnnnn)}",
       "call",
-      offsetof(CallRecord, check),
-      offsetof(CallRecord, index),
-      offsetof(CallRecord, step),
-      offsetof(CallRecord, forward),
-      offsetof(CallRecord, started),
-      offsetof(CallRecord, thread),
-      offsetof(CallRecord, elapsed),
-      offsetof(CallRecord, text),
-      offsetof(CallRecord, signature),
-      offsetof(CallRecord, site),
-      offsetof(CallRecord, lap),
+      offsetof(StoredCall, check),
+      offsetof(StoredCall, index),
+      offsetof(StoredCall, step),
+      offsetof(StoredCall, forward),
+      offsetof(StoredCall, started),
+      offsetof(StoredCall, thread),
+      offsetof(StoredCall, elapsed),
+      offsetof(StoredCall, text),
+      offsetof(StoredCall, signature),
+      offsetof(StoredCall, site),
+      offsetof(StoredCall, lap),
       rows,
       rows + row,
       rows + 2 * row,
@@ -267,26 +342,26 @@ PyObject* layout(PyObject*, PyObject*) {
       rows + 7 * row,
       rows + 8 * row,
       rows + 9 * row,
-      offsetof(CallRecord, phase),
-      offsetof(CallRecord, grad_of),
-      offsetof(CallRecord, has),
-      sizeof(CallRecord),
+      offsetof(StoredCall, phase),
+      offsetof(StoredCall, grad_of),
+      offsetof(StoredCall, has),
+      sizeof(StoredCall),
       "tensor",
-      offsetof(TensorRecord, check),
-      offsetof(TensorRecord, hash),
-      offsetof(TensorRecord, nan),
-      offsetof(TensorRecord, inf),
-      offsetof(TensorRecord, min),
-      offsetof(TensorRecord, max),
-      offsetof(TensorRecord, mean),
-      offsetof(TensorRecord, rms),
-      sizeof(TensorRecord));
+      offsetof(StoredTensor, check),
+      offsetof(StoredTensor, hash),
+      offsetof(StoredTensor, nan),
+      offsetof(StoredTensor, inf),
+      offsetof(StoredTensor, min),
+      offsetof(StoredTensor, max),
+      offsetof(StoredTensor, mean),
+      offsetof(StoredTensor, rms),
+      sizeof(StoredTensor));
 }
 
 PyMethodDef records_methods[] = {
     {"open", open, METH_VARARGS, nullptr},
     {"put", put, METH_VARARGS, nullptr},
-    {"take", take, METH_NOARGS, nullptr},
+    {"take", take, METH_O, nullptr},
     {"close", close, METH_NOARGS, nullptr},
     {"forget_parent", forget_parent, METH_NOARGS, nullptr},
     {"layout", layout, METH_NOARGS, nullptr},

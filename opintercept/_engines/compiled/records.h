@@ -4,10 +4,14 @@
 
 #include <Python.h>
 
+#include "../../_native/device/driver.h"
 #include "../../_native/values.h"
+
+#include <c10/util/SmallVector.h>
 
 #include <array>
 #include <cstdint>
+#include <deque>
 #include <mutex>
 #include <vector>
 
@@ -22,6 +26,9 @@ struct Values {
   bool known = false;
   uint64_t hash = 0;
   Sums sums;
+  device::Pending pending; // while a device reads them; then they are only known once they have been settled
+
+  void settle(); // waits for the device
 };
 
 struct Row {
@@ -35,7 +42,7 @@ struct Row {
 };
 
 // As `runs.store.records.CALL` and `TENSOR`, which `layout` is compared with.
-struct CallRecord {
+struct StoredCall {
   uint64_t check;
   int64_t index, step, forward, started, thread;
   double elapsed;
@@ -44,7 +51,7 @@ struct CallRecord {
   uint8_t phase, grad_of, has, pad;
 };
 
-struct TensorRecord {
+struct StoredTensor {
   uint64_t check, hash;
   uint32_t nan, inf;
   double min, max, mean, rms;
@@ -61,9 +68,13 @@ class Records {
   bool put(
       const Row& row, const std::array<Values, ROLES>& values, const std::array<bool, ROLES>& written,
       uint32_t signature, uint32_t site);
-  void put(CallRecord call, std::vector<TensorRecord>& tensors); // the numbers of whose rows begin at 1
+  void put(StoredCall call, std::vector<StoredTensor>& tensors); // the numbers of whose rows begin at 1
   bool is_full(); // whether so many calls wait that the next ones should
-  PyObject* take(); // the bytes of the waiting calls and of their tensors; None if there are none
+  // The bytes of the waiting calls and of their tensors; None if there are none. Of calls whose tensors a device still
+  // reads only if it `waits`.
+  PyObject* take(bool waits);
+  // Writes the calls whose values have arrived, the oldest first, or waits for them. Better without the interpreter's lock.
+  void write_finished(bool waits);
   void close();
   void forget_parent();
   ~Records() {
@@ -71,16 +82,33 @@ class Records {
   }
 
  private:
-  void write(CallRecord& call, TensorRecord* tensors, size_t count); // with the mutex
+  struct Late { // a tensor that a device still reads
+    size_t role;
+    device::Pending pending;
+  };
+  struct Unfinished { // a call with such tensors, or one behind it
+    StoredCall call;
+    std::array<StoredTensor, ROLES> tensors;
+    size_t count;
+    c10::SmallVector<Late, ROLES> late;
+
+    bool has_arrived() const;
+    void finish();
+  };
+
+  void put(StoredCall& call, std::array<StoredTensor, ROLES>& found, size_t count, c10::ArrayRef<Late> late);
+  void write(StoredCall& call, StoredTensor* tensors, size_t count); // with the mutex
 
   std::mutex mutex;
+  std::mutex writing; // held by who writes the oldest of the unfinished calls
+  std::deque<Unfinished> unfinished;
   bool is_open = false;
   uint64_t slots = 0, next = 0, rows_of_call = 0;
   Py_buffer views[2]{};
-  CallRecord* to_calls = nullptr; // of the mapped file
-  TensorRecord* to_tensors = nullptr;
-  std::vector<CallRecord> calls; // that wait
-  std::vector<TensorRecord> tensors;
+  StoredCall* to_calls = nullptr; // of the mapped file
+  StoredTensor* to_tensors = nullptr;
+  std::vector<StoredCall> calls; // that wait
+  std::vector<StoredTensor> tensors;
 };
 
 PyObject* new_records();

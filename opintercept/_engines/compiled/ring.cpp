@@ -166,11 +166,31 @@ size_t stride(const Plan& of) {
   return sizeof(Row) + static_cast<size_t>(std::count(of.reads.begin(), of.reads.end(), true)) * sizeof(Values);
 }
 
+// Calls `use(values)` for those of a row where they lie.
+template <typename Use>
+void each_values(const Plan& of, char* row, const Use& use) {
+  for (char *at = row + sizeof(Row), *end = row + stride(of); at < end; at += sizeof(Values)) {
+    Values values;
+    std::memcpy(&values, at, sizeof values);
+    use(values);
+    std::memcpy(at, &values, sizeof values);
+  }
+}
+
+void drop_row(const Plan& of, char* row) {
+  each_values(of, row, [](Values& values) { device::drop(values.pending); });
+}
+
+bool has_arrived(const Plan& of, char* row) {
+  bool found = true;
+  each_values(of, row, [&](Values& values) { found = found && device::has_arrived(values.pending); });
+  return found;
+}
+
 } // namespace
 
 bool Ring::put(
-    const GenerationPtr& known, const std::string& key, Row row, const std::array<Values, ROLES>& values,
-    bool& half_full) {
+    const GenerationPtr& known, const std::string& key, Row row, std::array<Values, ROLES>& values, bool& half_full) {
   std::lock_guard lock(mutex);
   row.look = look_of(known, key);
   if (row.look == UNKNOWN || filled == CAPACITY) {
@@ -188,6 +208,7 @@ bool Ring::put(
     if (plan.reads[role]) {
       std::memcpy(to, &values[role], sizeof values[role]);
       to += sizeof values[role];
+      values[role].pending = {};
     }
   }
   half_full = ++filled >= CAPACITY / 2;
@@ -248,7 +269,12 @@ void Ring::forget_parent() {
 }
 
 Ring::~Ring() {
-  give_up({rows});
+  if (generation != nullptr) {
+    for (size_t i = 0; i < filled; i++) {
+      drop_row(*generation->plan, slots.get() + (first + i) % CAPACITY * stride(*generation->plan));
+    }
+  }
+  give_up({pipeline});
 }
 
 namespace {
@@ -292,6 +318,16 @@ PyObject* in_python(
       PyTuple_GET_ITEM(look, 2)); // learned
 }
 
+// Waits for the device that reads some values, without the interpreter's lock.
+void settle(std::array<Values, ROLES>& values) {
+  auto waits = [](const Values& each) { return each.pending.is_open(); };
+  if (std::any_of(values.begin(), values.end(), waits)) {
+    PyThreadState* state = PyEval_SaveThread();
+    std::for_each(values.begin(), values.end(), [](Values& each) { each.settle(); });
+    PyEval_RestoreThread(state);
+  }
+}
+
 // Reads a row where it lies.
 Row read_row(const Plan& plan, const char* from, std::array<Values, ROLES>& values) {
   Row row;
@@ -308,7 +344,7 @@ Row read_row(const Plan& plan, const char* from, std::array<Values, ROLES>& valu
 
 } // namespace
 
-PyObject* Ring::take() {
+PyObject* Ring::take(bool waits) {
   Row row;
   std::array<Values, ROLES> values;
   GenerationPtr known;
@@ -319,13 +355,25 @@ PyObject* Ring::take() {
       Py_RETURN_NONE;
     }
     known = generation; // rows are never of an older one
+    if (!waits && !has_arrived(*known->plan, slots.get() + first * stride(*known->plan))) {
+      Py_RETURN_NONE;
+    }
     row = read_row(*known->plan, slots.get() + first * stride(*known->plan), values);
     look = Py_NewRef(known->looks[row.look]);
     place = Py_NewRef(row.place == UNKNOWN ? nowhere : known->places[row.place]);
     first = (first + 1) % CAPACITY;
     filled--;
   }
+  if (known->plan->reads_any()) {
+    settle(values);
+  }
   return in_python(*known->plan, row, values, look, place);
+}
+
+Chunk::~Chunk() {
+  for (size_t i = 0; known != nullptr && i < size(); i++) {
+    drop_row(*known->plan, rows.data() + i * stride(*known->plan));
+  }
 }
 
 PyObject* Ring::take_all() {
@@ -349,9 +397,11 @@ size_t Chunk::size() const {
   return rows.size() / stride(*known->plan);
 }
 
-PyObject* Chunk::row(size_t number) const {
+PyObject* Chunk::row(size_t number) {
   std::array<Values, ROLES> values;
-  Row row = read_row(*known->plan, rows.data() + number * stride(*known->plan), values);
+  char* at = rows.data() + number * stride(*known->plan);
+  each_values(*known->plan, at, [](Values& each) { each.settle(); }); // with the lock, since others may ask for it, too
+  Row row = read_row(*known->plan, at, values);
   PyObject* place = row.place == UNKNOWN ? Ring::nowhere : known->places[row.place];
   return in_python(*known->plan, row, values, Py_NewRef(known->looks[row.look]), Py_NewRef(place));
 }
@@ -381,7 +431,8 @@ PyObject* Chunk::opaque() const { // of those whose `summary.opaque` is true
 }
 
 PyObject* Ring::as_python(
-    const GenerationPtr& known, const std::string& key, const Row& row, const std::array<Values, ROLES>& values) {
+    const GenerationPtr& known, const std::string& key, const Row& row, std::array<Values, ROLES>& values) {
+  settle(values);
   PyObject *look, *place;
   {
     std::lock_guard lock(mutex);
@@ -417,8 +468,8 @@ PyObject* set_step(PyObject* self, PyObject* number) {
 
 PyObject* attach(PyObject* self, PyObject* reference) {
   Ring* ring = ring_of(self);
-  PyObject* before = ring->rows;
-  ring->rows = Py_NewRef(reference);
+  PyObject* before = ring->pipeline;
+  ring->pipeline = Py_NewRef(reference);
   Py_XDECREF(before);
   Py_RETURN_NONE;
 }
@@ -440,17 +491,18 @@ bool find_roles(PyObject* names, std::array<bool, ROLES>& found) {
   return true;
 }
 
-// plan(rows, finite, place, links, settings, roles, hashed, target or None, sink or None, its roles, checker or None)
+// plan(rows, finite, waits, place, links, settings, roles, hashed, target or None, sink or None, its roles, checker or None)
 // -> whether it is set; not while there are rows
 PyObject* set_plan(PyObject* self, PyObject* args) {
   auto plan = std::make_shared<Plan>();
-  int rows, finite, place, links, settings, hashed;
+  int rows, finite, waits, place, links, settings, hashed;
   PyObject *roles, *target, *sink, *written, *checker;
   if (!PyArg_ParseTuple(
           args,
-          "pppppO!pOOO!O",
+          "ppppppO!pOOO!O",
           &rows,
           &finite,
+          &waits,
           &place,
           &links,
           &settings,
@@ -466,6 +518,7 @@ PyObject* set_plan(PyObject* self, PyObject* args) {
   }
   plan->rows = rows;
   plan->finite = finite;
+  plan->waits = waits;
   plan->place = place;
   plan->links = links;
   plan->settings = settings;
@@ -491,8 +544,9 @@ PyObject* checker(PyObject*, PyObject*) {
   return new_checker();
 }
 
-PyObject* take(PyObject* self, PyObject*) {
-  return ring_of(self)->take();
+// take(whether to wait for a device)
+PyObject* take(PyObject* self, PyObject* waits) {
+  return ring_of(self)->take(waits == Py_True);
 }
 
 PyObject* take_all(PyObject* self, PyObject*) {
@@ -517,7 +571,7 @@ PyMethodDef ring_methods[] = {
     {"plan", set_plan, METH_VARARGS, nullptr},
     {"sink", sink, METH_NOARGS, nullptr},
     {"checker", checker, METH_NOARGS, nullptr},
-    {"take", take, METH_NOARGS, nullptr},
+    {"take", take, METH_O, nullptr},
     {"take_all", take_all, METH_NOARGS, nullptr},
     {"empty", empty, METH_NOARGS, nullptr},
     {"forget_parent", forget_parent, METH_NOARGS, nullptr},

@@ -28,7 +28,7 @@ void give_up(std::vector<PyObject*> objects);
 
 // What the hooks of a ring want of each call, see `_core.in_kernel.Work`.
 struct Plan {
-  bool rows = false, finite = false, place = false, links = false, settings = false;
+  bool rows = false, finite = false, waits = false, place = false, links = false, settings = false;
   bool hashed = false, has_target = false;
   std::array<bool, ROLES> reads{};
   Target target{};
@@ -38,7 +38,10 @@ struct Plan {
   std::vector<PyObject*> owned; // what these belong to
 
   bool on_host() const { // whether calls on other devices are for Python
-    return finite || settings || checker != nullptr || reads != std::array<bool, ROLES>{};
+    return (finite && !waits) || settings || checker != nullptr;
+  }
+  bool reads_any() const {
+    return finite || reads != std::array<bool, ROLES>{};
   }
 
   Plan() = default;
@@ -93,11 +96,10 @@ class Ring {
   uint32_t remember_place(GenerationPtr& known, const Walked& walked, PyObject* place, uint32_t number);
   void remember_look(GenerationPtr& known, const std::string& key, PyObject* look, uint32_t number);
 
-  // Adds a row for a call that looks like this. False if the look is unknown, if the ring has another generation by now
+  // Adds a row for a call that looks like this, which then owns the values. False if the look is unknown, if the ring has another generation by now
   // or no room.
   bool put(
-      const GenerationPtr& known, const std::string& key, Row row, const std::array<Values, ROLES>& values,
-      bool& half_full);
+      const GenerationPtr& known, const std::string& key, Row row, std::array<Values, ROLES>& values, bool& half_full);
 
   // Writes the record of a row instead. As `put`, and false if too many wait.
   bool write(
@@ -109,13 +111,14 @@ class Ring {
   // With the interpreter's lock.
   void suspend();
   bool set_plan(std::shared_ptr<const Plan> fresh); // false if there are rows
-  PyObject* take(); // the oldest row in Python's terms; None if there is none
+  // The oldest row in Python's terms; None if there is none, or if a device still reads its values and this may not wait.
+  PyObject* take(bool waits);
   PyObject* take_all(); // all rows as one object of Python, a `Chunk`; None if there are none
   // The same of a row that is not in the ring; null without an exception if it is not known how the call looks.
   PyObject* as_python(
-      const GenerationPtr& known, const std::string& key, const Row& row, const std::array<Values, ROLES>& values);
+      const GenerationPtr& known, const std::string& key, const Row& row, std::array<Values, ROLES>& values);
   bool empty();
-  PyObject* rows = nullptr; // a weak reference to the pipeline of this ring
+  PyObject* pipeline = nullptr; // a weak reference to the pipeline of this ring
   void forget_parent(); // in a forked child
   ~Ring();
 
@@ -147,8 +150,12 @@ struct Chunk {
   GenerationPtr known;
   std::vector<char> rows;
 
+  Chunk() = default;
+  Chunk(const Chunk&) = delete;
+  Chunk& operator=(const Chunk&) = delete;
+  ~Chunk();
   size_t size() const;
-  PyObject* row(size_t number) const; // as `Ring::take`
+  PyObject* row(size_t number); // as `Ring::take`
   PyObject* opaque() const; // a list of the summary and the number of calls of each signature that is opaque
 };
 

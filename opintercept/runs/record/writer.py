@@ -146,8 +146,8 @@ class Writer(threading.Thread):
             return True
 
     def _fetch(self) -> None:
-        """Queue the calls of kernels, which have ended before those that are queued after this."""
-        taken = None if self.sink is None else self.sink.take()
+        """Queue the calls of kernels. Those whose values a device still reads come later."""
+        taken = None if self.sink is None else self.sink.take(self._closing)
         if taken is not None:
             calls, tensors = (
                 np.frombuffer(bytearray(part), kind) for part, kind in zip(taken, (CALL, TENSOR), strict=True)

@@ -1,0 +1,526 @@
+// Launches the kernel of `kernel.h` behind a call, on its stream, and takes the rows that it writes to the host's memory.
+// It asks the CUDA driver itself, so that one library serves each build of a torch, and those without CUDA.
+//
+// Invariant: only `wait_for` waits for a device. A thread that captures a CUDA graph, or that does while another thread
+// is here, keeps its capture.
+
+#include "driver.h"
+
+#include "../values.h"
+#include "kernel.h"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <dlfcn.h>
+#include <pthread.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <map>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+
+namespace opintercept::device {
+
+namespace {
+
+// The part of the driver's API that is used here, see cuda.h.
+using Result = int;
+constexpr Result SUCCESS = 0, NOT_READY = 600;
+constexpr int RELAXED = 2; // a mode of capture, in which this thread's calls do not end another one's
+constexpr unsigned PORTABLE = 1, MAPPED = 2; // how memory of the host is allocated
+
+struct Driver {
+  Result (*cuDeviceGet)(int*, int);
+  Result (*cuDevicePrimaryCtxRetain)(void**, int);
+  Result (*cuCtxPushCurrent_v2)(void*);
+  Result (*cuCtxPopCurrent_v2)(void**);
+  Result (*cuModuleLoadData)(void**, const void*);
+  Result (*cuModuleGetFunction)(void**, void*, const char*);
+  Result (*cuMemAlloc_v2)(uint64_t*, size_t);
+  Result (*cuMemsetD8_v2)(uint64_t, unsigned char, size_t);
+  Result (*cuMemHostAlloc)(void**, size_t, unsigned);
+  Result (*cuStreamIsCapturing)(void*, int*);
+  Result (*cuStreamQuery)(void*);
+  Result (*cuThreadExchangeStreamCaptureMode)(int*);
+  Result (*cuGetErrorString)(Result, const char**);
+  Result (*cuLaunchKernel)(
+      void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
+};
+Driver driver;
+c10::DeviceType type = c10::DeviceType::CPU; // of the devices; CPU without a driver
+
+void check(Result result, const char* what) {
+  if (result != SUCCESS) {
+    const char* text = nullptr;
+    driver.cuGetErrorString(result, &text);
+    throw std::runtime_error(std::string(what) + ": " + (text == nullptr ? std::to_string(result) : text));
+  }
+}
+
+// The context of a device, in which this thread may allocate and ask while another one captures a graph.
+class Entered {
+ public:
+  explicit Entered(void* context) : pushed(driver.cuCtxPushCurrent_v2(context) == SUCCESS) {
+    exchange();
+  }
+  ~Entered() {
+    exchange();
+    void* left;
+    if (pushed) {
+      driver.cuCtxPopCurrent_v2(&left);
+    }
+  }
+  Entered(const Entered&) = delete;
+  Entered& operator=(const Entered&) = delete;
+
+ private:
+  void exchange() {
+    driver.cuThreadExchangeStreamCaptureMode(&mode);
+  }
+  int mode = RELAXED;
+  bool pushed;
+};
+
+constexpr size_t MOST_DEVICES = 64, LOT = 1 << 10, MOST_LOTS = 64;
+
+struct Device {
+  void *context = nullptr, *function = nullptr;
+  std::map<void*, void*> scratch; // by stream
+};
+
+struct Waiting { // for whom a row is written
+  void* stream;
+  size_t ordinal;
+};
+
+// What there is once a driver has been found. It is never freed: a launch may still write when the process ends.
+struct State {
+  std::mutex mutex; // of all but the marks
+  std::array<Device, MOST_DEVICES> devices;
+  std::array<std::atomic<Row*>, MOST_LOTS> lots{}; // in memory that devices write
+  std::vector<uint32_t> free; // rows that nobody waits for
+  std::vector<Pending> dropped; // before they were written
+  std::vector<Waiting> waiting = std::vector<Waiting>(MOST_LOTS * LOT);
+  std::vector<uint8_t> owners = std::vector<uint8_t>(MOST_LOTS * LOT); // of each row
+  size_t made = 0;
+  uint64_t marks = 0;
+
+  Row& row(uint32_t number) const {
+    return lots[number / LOT].load(std::memory_order_relaxed)[number % LOT];
+  }
+};
+std::atomic<State*> state{nullptr};
+
+bool is_written(const State& known, const Pending& pending) {
+  return __atomic_load_n(&known.row(pending.row).mark, __ATOMIC_ACQUIRE) == pending.mark;
+}
+
+// With the mutex, in the context of a device: whether there are so many free rows.
+bool have_rows(State& known, size_t count) {
+  if (known.free.size() >= count) {
+    return true;
+  }
+  std::erase_if(known.dropped, [&](const Pending& pending) {
+    bool over = is_written(known, pending);
+    if (over) {
+      known.free.push_back(pending.row);
+    }
+    return over;
+  });
+  void* memory = nullptr;
+  if (known.free.size() < count && known.made < MOST_LOTS &&
+      driver.cuMemHostAlloc(&memory, LOT * sizeof(Row), PORTABLE | MAPPED) == SUCCESS) {
+    auto* rows = static_cast<Row*>(memory);
+    std::fill_n(rows, LOT, Row{});
+    const auto lot = known.made++;
+    known.lots[lot].store(rows, std::memory_order_release);
+    for (size_t i = LOT; i-- > (lot == 0 ? 1 : 0);) { // 0 stands for no row
+      known.free.push_back(static_cast<uint32_t>(lot * LOT + i));
+    }
+  }
+  return known.free.size() >= count;
+}
+
+bool describe(const at::Tensor& tensor, bool hashed, Job& job, int64_t& repeats) {
+  switch (tensor.scalar_type()) {
+    case c10::kDouble:
+      job.kind = FLOAT64;
+      break;
+    case c10::kFloat:
+      job.kind = FLOAT32;
+      break;
+    case c10::kBFloat16:
+      job.kind = BFLOAT16;
+      break;
+    case c10::kHalf:
+      job.kind = FLOAT16;
+      break;
+    case c10::kFloat8_e5m2:
+      job.kind = FLOAT8_E5M2;
+      break;
+    case c10::kFloat8_e4m3fn:
+      job.kind = FLOAT8_E4M3FN;
+      break;
+    case c10::kFloat8_e5m2fnuz:
+      job.kind = FLOAT8_E5M2FNUZ;
+      break;
+    case c10::kFloat8_e4m3fnuz:
+      job.kind = FLOAT8_E4M3FNUZ;
+      break;
+    case c10::kLong:
+      job.kind = INT64;
+      break;
+    case c10::kInt:
+      job.kind = INT32;
+      break;
+    case c10::kShort:
+      job.kind = INT16;
+      break;
+    case c10::kChar:
+    case c10::kBool:
+      job.kind = INT8;
+      break;
+    case c10::kByte:
+      job.kind = UINT8;
+      break;
+    default:
+      return false;
+  }
+  using Dim = std::pair<int64_t, int64_t>; // size and stride
+  std::vector<Dim> dims;
+  for (int64_t d = 0; d < tensor.dim(); d++) {
+    dims.emplace_back(tensor.size(d), tensor.stride(d));
+  }
+  job.hashed = hashed;
+  job.swapped = hashed && dims.size() == 2 && dims[0].second == 1 && dims[1].second != 1;
+  repeats = 1;
+  if (job.swapped) {
+    std::swap(dims[0], dims[1]);
+  } else if (!hashed) { // each value once, in the order of memory
+    std::erase_if(dims, [&](const Dim& dim) {
+      repeats *= dim.second == 0 ? dim.first : 1;
+      return dim.second == 0;
+    });
+    std::stable_sort(dims.begin(), dims.end(), [](const Dim& a, const Dim& b) { return a.second > b.second; });
+  }
+  if (dims.empty()) {
+    dims.emplace_back(1, 1);
+  }
+  std::vector<Dim> joined;
+  for (size_t d = 0; d < dims.size(); d++) {
+    const bool is_last = d + 1 == dims.size(), apart = is_last && hashed; // the columns of the hash stay by themselves
+    if (!joined.empty() && !apart && joined.back().second == dims[d].first * dims[d].second) {
+      joined.back() = {joined.back().first * dims[d].first, dims[d].second};
+    } else if (dims[d].first > 1 || is_last) {
+      joined.push_back(dims[d]);
+    }
+  }
+  job.width = static_cast<Word>(joined.back().first);
+  job.step = joined.back().second;
+  joined.pop_back();
+  if (joined.size() > DEEPEST) {
+    return false;
+  }
+  if (joined.empty()) {
+    joined.emplace_back(1, 0);
+  }
+  job.height = 1;
+  job.dims = static_cast<int>(joined.size());
+  for (size_t d = 0; d < joined.size(); d++) {
+    std::tie(job.sizes[d], job.strides[d]) = joined[d];
+    job.height *= static_cast<Word>(joined[d].first);
+  }
+  return true;
+}
+
+// Its address; null unless it is a plain array.
+const void* address_of(const at::Tensor& tensor) {
+  using c10::DispatchKey;
+  const void* data = nullptr;
+  if (tensor.is_cpu()) {
+    return in_memory(tensor, data) ? data : nullptr;
+  }
+  static const c10::DispatchKeySet keys(
+      {DispatchKey::CUDA,
+       DispatchKey::AutogradCUDA,
+       DispatchKey::AutocastCUDA,
+       DispatchKey::PrivateUse1,
+       DispatchKey::AutogradPrivateUse1,
+       DispatchKey::AutocastPrivateUse1,
+       DispatchKey::ADInplaceOrView});
+  return in_memory(tensor, keys, data) ? data : nullptr;
+}
+
+// The current one, as the driver knows it. The host has none, which tests take for a device.
+void* stream_of(c10::Device device) {
+  return device.is_cpu() ? nullptr : c10::impl::VirtualGuardImpl(type).getStream(device).native_handle();
+}
+
+// Torch gives the only device of a type no number.
+size_t number_of(c10::Device device) {
+  return device.has_index() ? static_cast<size_t>(device.index()) : 0;
+}
+
+} // namespace
+
+bool can_read(c10::Device device) {
+  State* known = state.load(std::memory_order_acquire);
+  if (known == nullptr || device.type() != type || number_of(device) >= MOST_DEVICES) {
+    return false;
+  }
+  Device& own = known->devices[number_of(device)];
+  if (__atomic_load_n(&own.function, __ATOMIC_ACQUIRE) == nullptr) {
+    return false;
+  }
+  Entered entered(own.context);
+  int capturing = 0;
+  return driver.cuStreamIsCapturing(stream_of(device), &capturing) == SUCCESS && capturing == 0;
+}
+
+Launch::Launch() = default;
+Launch::Launch(Launch&&) noexcept = default;
+Launch& Launch::operator=(Launch&&) noexcept = default;
+Launch::~Launch() = default;
+
+size_t Launch::size() const {
+  return wanted.size();
+}
+
+bool Launch::takes(const at::Tensor& tensor, bool hashed, const Target* target, Pending& pending) {
+  State* known = state.load(std::memory_order_acquire);
+  if (known == nullptr || tensor.device().type() != type || tensor.numel() == 0 || wanted.size() == MOST_JOBS) {
+    return false;
+  }
+  const size_t ordinal = number_of(tensor.device());
+  if (ordinal >= MOST_DEVICES || __atomic_load_n(&known->devices[ordinal].function, __ATOMIC_ACQUIRE) == nullptr ||
+      (!wanted.empty() && tensor.device() != device)) {
+    return false;
+  }
+  if (jobs == nullptr) {
+    jobs = std::make_unique<Jobs>();
+  }
+  Job& job = jobs->job[wanted.size()];
+  job.data = address_of(tensor);
+  if (job.data == nullptr || !describe(tensor, hashed, job, pending.repeats)) {
+    return false;
+  }
+  job.has_target = target != nullptr;
+  job.tiny = target == nullptr ? 0 : target->tiny;
+  job.huge = target == nullptr ? 0 : target->huge;
+  lay_out(job);
+  device = tensor.device();
+  pending.row = 0;
+  pending.mark = 1; // until there is a row
+  wanted.push_back(&pending);
+  return true;
+}
+
+bool Launch::launch(void* scratch, uint64_t mark, void* stream) {
+  State& known = *state.load(std::memory_order_acquire);
+  int most = 0;
+  for (size_t i = 0; i < wanted.size(); i++) {
+    most = std::max(most, jobs->job[i].across * jobs->job[i].down);
+  }
+  void* arguments[] = {jobs.get(), &scratch, &mark};
+  return driver.cuLaunchKernel(
+             known.devices[number_of(device)].function,
+             static_cast<unsigned>(most),
+             static_cast<unsigned>(wanted.size()),
+             1,
+             THREADS,
+             1,
+             1,
+             0,
+             stream,
+             arguments,
+             nullptr) == SUCCESS;
+}
+
+bool Launch::start(void* rows, void* scratch) {
+  for (size_t i = 0; i < wanted.size(); i++) {
+    jobs->job[i].to = static_cast<Row*>(rows) + i;
+  }
+  State& known = *state.load(std::memory_order_acquire);
+  Entered entered(known.devices[number_of(device)].context);
+  return launch(scratch, 0, stream_of(device)); // nobody waits for it
+}
+
+bool Launch::start() {
+  State& known = *state.load(std::memory_order_acquire);
+  Device& own = known.devices[number_of(device)];
+  void* stream = stream_of(device);
+  Entered entered(own.context);
+  int capturing = 0;
+  if (driver.cuStreamIsCapturing(stream, &capturing) != SUCCESS || capturing != 0) {
+    return false;
+  }
+  void* scratch;
+  uint64_t mark;
+  {
+    std::lock_guard lock(known.mutex);
+    auto [found, is_new] = own.scratch.try_emplace(stream, nullptr);
+    if (is_new) {
+      uint64_t memory = 0;
+      if (driver.cuMemAlloc_v2(&memory, sizeof(Scratch)) != SUCCESS ||
+          driver.cuMemsetD8_v2(memory, 0, sizeof(Scratch)) != SUCCESS) {
+        own.scratch.erase(found);
+        return false;
+      }
+      found->second = reinterpret_cast<void*>(memory);
+    }
+    if (!have_rows(known, wanted.size())) {
+      return false;
+    }
+    scratch = found->second;
+    mark = ++known.marks;
+    for (size_t i = 0; i < wanted.size(); i++) {
+      wanted[i]->row = known.free.back();
+      wanted[i]->mark = mark;
+      known.free.pop_back();
+      known.waiting[wanted[i]->row] = {stream, number_of(device)};
+      known.owners[wanted[i]->row] = 1;
+      jobs->job[i].to = &known.row(wanted[i]->row);
+    }
+  }
+  if (launch(scratch, mark, stream)) {
+    return true;
+  }
+  std::lock_guard lock(known.mutex);
+  for (Pending* pending : wanted) {
+    known.free.push_back(std::exchange(pending->row, 0));
+  }
+  return false;
+}
+
+bool has_arrived(const Pending& pending) {
+  const State* known = state.load(std::memory_order_acquire);
+  return pending.row == 0 || known == nullptr || is_written(*known, pending);
+}
+
+bool wait_for(Pending& pending, Sums& sums, uint64_t& hash) {
+  State* known = state.load(std::memory_order_acquire);
+  if (pending.row == 0 || known == nullptr) { // as in a forked child
+    pending = {};
+    return false;
+  }
+  using Clock = std::chrono::steady_clock;
+  auto next = Clock::now() + std::chrono::microseconds(200);
+  while (!is_written(*known, pending)) {
+    std::this_thread::yield();
+    if (Clock::now() < next) {
+      continue;
+    }
+    // A device that has failed writes no more rows.
+    Waiting by;
+    {
+      std::lock_guard lock(known->mutex);
+      by = known->waiting[pending.row];
+    }
+    Entered entered(known->devices[by.ordinal].context);
+    if (driver.cuStreamQuery(by.stream) != NOT_READY && !is_written(*known, pending)) {
+      pending = {}; // and the row is not used again
+      return false;
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+    next = Clock::now() + std::chrono::milliseconds(1);
+  }
+  const Row& row = known->row(pending.row);
+  const auto times = pending.repeats;
+  sums.count = static_cast<int64_t>(row.finite + row.odd) * times;
+  sums.finite = static_cast<int64_t>(row.finite) * times;
+  sums.nan = static_cast<int64_t>(row.nan) * times;
+  sums.zeros = static_cast<int64_t>(row.zeros) * times;
+  sums.underflow = static_cast<int64_t>(row.underflow) * times;
+  sums.overflow = static_cast<int64_t>(row.overflow) * times;
+  sums.total = row.total * static_cast<double>(times);
+  sums.spread = row.spread * static_cast<double>(times);
+  sums.low = row.low;
+  sums.high = row.high;
+  hash = row.hash;
+  std::lock_guard lock(known->mutex);
+  if (--known->owners[pending.row] == 0) {
+    known->free.push_back(pending.row);
+  }
+  pending = {};
+  return true;
+}
+
+void share(const Pending& pending) {
+  State* known = state.load(std::memory_order_acquire);
+  if (pending.row != 0 && known != nullptr) {
+    std::lock_guard lock(known->mutex);
+    known->owners[pending.row]++;
+  }
+}
+
+void drop(Pending& pending) {
+  State* known = state.load(std::memory_order_acquire);
+  if (pending.row != 0 && known != nullptr) {
+    std::lock_guard lock(known->mutex);
+    if (--known->owners[pending.row] == 0) {
+      known->dropped.push_back(pending);
+    }
+  }
+  pending = {};
+}
+
+void set_up(const char* library, const char* device_type) {
+  void* loaded = dlopen(library, RTLD_NOW | RTLD_LOCAL);
+  if (loaded == nullptr) {
+    throw std::runtime_error(dlerror());
+  }
+  auto find = [loaded](auto& function, const char* name) {
+    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(loaded, name));
+    if (function == nullptr) {
+      throw std::runtime_error(std::string("the driver has no ") + name);
+    }
+  };
+#define FIND(name) find(driver.name, #name)
+  FIND(cuDeviceGet);
+  FIND(cuDevicePrimaryCtxRetain);
+  FIND(cuCtxPushCurrent_v2);
+  FIND(cuCtxPopCurrent_v2);
+  FIND(cuModuleLoadData);
+  FIND(cuModuleGetFunction);
+  FIND(cuMemAlloc_v2);
+  FIND(cuMemsetD8_v2);
+  FIND(cuMemHostAlloc);
+  FIND(cuStreamIsCapturing);
+  FIND(cuStreamQuery);
+  FIND(cuThreadExchangeStreamCaptureMode);
+  FIND(cuGetErrorString);
+  FIND(cuLaunchKernel);
+#undef FIND
+  type = c10::Device(device_type).type();
+  static const int registered = pthread_atfork(nullptr, nullptr, [] { state = nullptr; }); // a child has no device
+  if (registered == 0) {
+    state = new State;
+  }
+}
+
+void load(size_t ordinal, const void* code) {
+  State* known = state.load(std::memory_order_acquire);
+  if (known == nullptr || ordinal >= MOST_DEVICES) {
+    throw std::runtime_error("a process that was forked has no devices");
+  }
+  int number = 0;
+  Device& own = known->devices[ordinal];
+  void *context = nullptr, *module = nullptr, *function = nullptr;
+  check(driver.cuDeviceGet(&number, static_cast<int>(ordinal)), "cuDeviceGet");
+  check(driver.cuDevicePrimaryCtxRetain(&context, number), "cuDevicePrimaryCtxRetain");
+  Entered entered(context);
+  check(driver.cuModuleLoadData(&module, code), "cuModuleLoadData");
+  check(driver.cuModuleGetFunction(&function, module, "opintercept_read"), "cuModuleGetFunction");
+  own.context = context;
+  __atomic_store_n(&own.function, function, __ATOMIC_RELEASE);
+}
+
+} // namespace opintercept::device

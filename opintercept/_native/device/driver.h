@@ -1,0 +1,67 @@
+// What `driver.cpp` reads of tensors on GPUs.
+
+#pragma once
+
+#include "../vectors/read_values.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace opintercept::device {
+
+// Finds the driver's functions in a library, for devices of a type, and loads the kernel's code for one of them. Both
+// throw a std::runtime_error that says what is wrong.
+void set_up(const char* library, const char* device_type);
+void load(size_t ordinal, const void* code);
+
+// A row that a launch writes, and by what it is known that it has. Each of its owners waits for it or drops it, once.
+struct Pending {
+  uint32_t row = 0; // 0 for none: the launch has failed
+  int64_t repeats = 1; // see `Layout`
+  uint64_t mark = 0; // 0 for nothing that is to be read
+
+  bool is_open() const {
+    return mark != 0;
+  }
+};
+
+struct Jobs;
+
+// Whether launches can read tensors on a device now: it has the kernel, and captures no graph on its current stream.
+bool can_read(c10::Device device);
+
+// The tensors that one launch reads.
+class Launch {
+ public:
+  Launch();
+  Launch(Launch&&) noexcept;
+  Launch& operator=(Launch&&) noexcept;
+  ~Launch();
+
+  // Whether the kernel can read the tensor, after those that it has taken already. `pending` is set by `start`.
+  bool takes(const at::Tensor& tensor, bool hashed, const Target* target, Pending& pending);
+  // Begins to read. False if nothing is read, because a CUDA graph is captured, say, or there is no room for more rows.
+  bool start();
+  // The same into rows on the device, behind each other; the scratch is for as many tensors.
+  bool start(void* rows, void* scratch);
+  size_t size() const;
+
+ private:
+  bool launch(void* scratch, uint64_t mark, void* stream);
+
+  std::unique_ptr<Jobs> jobs;
+  std::vector<Pending*> wanted;
+  c10::Device device{c10::DeviceType::CPU};
+};
+
+bool has_arrived(const Pending& pending);
+// Waits for the row. False if it will not come. Without the interpreter's lock.
+bool wait_for(Pending& pending, Sums& sums, uint64_t& hash);
+void share(const Pending& pending); // with another owner
+void drop(Pending& pending);
+
+} // namespace opintercept::device

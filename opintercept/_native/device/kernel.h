@@ -1,0 +1,623 @@
+// What one launch on a GPU reads of some tensors: counts, range, sums and the hash of `_values.hash`, as
+// `vectors/read_values.cpp` reads them on the CPU. NVRTC compiles this for GPUs, and the host's compiler for tests,
+// which run the threads of a block in turn.
+//
+// Invariant: no result depends on the order in which blocks run or on how many there is room for, so every device, and
+// the host, finds the same bits. This file includes nothing, since NVRTC brings no headers.
+
+#pragma once
+
+namespace opintercept::device {
+
+using Word = unsigned long long;
+
+constexpr int THREADS = 256; // of a block
+constexpr int MOST_BLOCKS = 1024; // that read one tensor
+constexpr int MOST_JOBS = 10; // tensors that one launch reads
+constexpr int DEEPEST = 6; // dimensions of the rows
+constexpr int ROWS_EACH = 8; // that a thread reads before another block is worth its start
+constexpr Word BLOCK = 1 << 16, PIECE = 1 << 18; // as in `_values.hash`
+
+enum Kind : int {
+  FLOAT64,
+  FLOAT32,
+  BFLOAT16,
+  FLOAT16,
+  FLOAT8_E5M2,
+  FLOAT8_E4M3FN,
+  FLOAT8_E5M2FNUZ,
+  FLOAT8_E4M3FNUZ,
+  INT64,
+  INT32,
+  INT16,
+  INT8, // and truth values
+  UINT8,
+  KINDS,
+};
+
+// What is found of a tensor. `_native.values` has the words in this order.
+struct Row {
+  Word hash, finite, nan, odd, zeros, underflow, overflow; // odd: NaN or infinite
+  double total, spread, low, high;
+  Word mark; // that of the launch, written last
+};
+
+// What some of the values add to it. Everything but the counts of NaN and of odd values is about the finite ones.
+struct Part {
+  Word hash, finite, nan, odd, zeros, underflow, overflow;
+  double total, mean, spread, squares; // squares: those of float64, which may be too large
+  long long low, high; // in the order of the values
+};
+
+// A tensor as a matrix of virtual rows: a row of more than BLOCK columns is read in pieces. The threads of a block lie
+// beside each other, each with as many columns as 16 bytes have, and go down the rows together.
+struct Job {
+  const void* data;
+  Row* to;
+  Word height, width, pieces; // of the matrix, and how many pieces a row has
+  long long step; // from one column to the next
+  long long sizes[DEEPEST], strides[DEEPEST]; // of the dimensions that make up the rows
+  int dims;
+  int kind;
+  bool hashed, swapped, has_target;
+  bool aligned; // whether 16 bytes can be loaded at once
+  double tiny, huge; // see `Target`
+  int lanes, across, down; // threads beside each other, and the blocks of the launch
+  Word rows_each; // the virtual rows of a block
+};
+
+struct Jobs {
+  Job job[MOST_JOBS];
+};
+
+// NVRTC lays it out as the host does, and the arguments of a launch take at most 4096 bytes.
+static_assert(sizeof(Job) == 200 && sizeof(Part) == 104 && sizeof(Jobs) <= 4000);
+
+// Where the blocks of a launch leave what they have found. Zero when it is new, and again after each launch.
+struct Scratch {
+  unsigned int done[MOST_JOBS];
+  Part parts[MOST_JOBS][MOST_BLOCKS];
+};
+
+template <typename To, typename From>
+inline To same_bits(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  return __builtin_bit_cast(To, from);
+}
+
+constexpr long long INFINITE = 0x7FF0000000000000, SIGN = -0x7FFFFFFFFFFFFFFF - 1;
+
+inline bool is_finite(double value) {
+  return (same_bits<long long>(value) & INFINITE) != INFINITE;
+}
+
+// `splitmix.h`
+inline Word splitmix64(Word number) {
+  Word z = number * 0x9E3779B97F4A7C15;
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EB;
+  return z ^ (z >> 31);
+}
+
+// The weight of a row or a column in its block, and the factor of the block.
+inline Word weight(Word place, bool of_rows) {
+  return splitmix64(2 * (place % BLOCK) + of_rows + (Word(1) << 40));
+}
+inline Word factor(Word block, bool of_rows) {
+  return splitmix64(2 * block + of_rows + (Word(1) << 32)) | 1;
+}
+
+inline bool in_blocks(const Job& job) {
+  return job.height > BLOCK || job.width > BLOCK || job.height * job.width > PIECE;
+}
+
+// The dtypes. Each says of the bits of a value whether it is NaN, infinite or zero, what it is, and its place in the
+// order of all values. There are few, since NVRTC takes a second for each.
+
+struct Float64 {
+  using Bits = long long;
+  using Key = long long;
+  static constexpr bool WIDE = true;
+
+  long long single(Bits bits) const {
+    return bits;
+  }
+  static Key key(long long bits) {
+    return bits ^ (bits >> 63 & ~SIGN);
+  }
+  static bool is_odd(long long bits) {
+    return (bits & INFINITE) == INFINITE;
+  }
+  static bool is_nan(long long bits) {
+    return (bits & ~SIGN) > INFINITE;
+  }
+  static bool is_zero(long long bits) {
+    return (bits & ~SIGN) == 0;
+  }
+  static double value(long long bits) {
+    return same_bits<double>(bits);
+  }
+  static double value_of(long long key) {
+    return value(Float64::key(key));
+  }
+};
+
+// Those of at most 32 bits are read as float32.
+struct Single {
+  using Key = int;
+  static constexpr bool WIDE = false;
+
+  static Key key(int single) {
+    return single ^ (single >> 31 & 0x7FFFFFFF);
+  }
+  static bool is_odd(int single) {
+    return (single & 0x7F800000) == 0x7F800000;
+  }
+  static bool is_nan(int single) {
+    return (single & 0x7FFFFFFF) > 0x7F800000;
+  }
+  static bool is_zero(int single) {
+    return (single & 0x7FFFFFFF) == 0;
+  }
+  static double value(int single) {
+    return same_bits<float>(single);
+  }
+  static double value_of(long long key) {
+    return value(Single::key(static_cast<int>(key)));
+  }
+};
+
+struct Float32 : Single {
+  using Bits = int;
+  int single(Bits bits) const {
+    return bits;
+  }
+};
+
+struct BFloat16 : Single {
+  using Bits = short;
+  int single(Bits bits) const {
+    return static_cast<int>(static_cast<unsigned>(bits) << 16);
+  }
+};
+
+// In integer arithmetic, since not every device knows every float8.
+template <typename B>
+struct Narrow : Single {
+  using Bits = B;
+  int mantissa, bias;
+  int special; // the first magnitude that is infinite or NaN; 0 where -0.0 is the only NaN
+  float unit; // the smallest value
+
+  Narrow(int mantissa, int bias, int special) : mantissa(mantissa), bias(bias), special(special) {
+    unit = 1.0f / static_cast<float>(1 << (bias + mantissa - 1));
+  }
+  int single(Bits from) const {
+    constexpr int MAX = sizeof(Bits) == 2 ? 0x7FFF : 0x7F;
+    const int bits = from, magnitude = bits & MAX, shifted = magnitude << (23 - mantissa);
+    int found = shifted + ((127 - bias) << 23);
+    if (magnitude >> mantissa == 0) { // subnormal
+      found = same_bits<int>(static_cast<float>(magnitude) * unit);
+    }
+    if (special != 0 ? magnitude >= special : bits == -0x80) {
+      found = special != 0 ? shifted | 0x7F800000 : 0x7FC00000;
+    }
+    return found | (bits & (-0x7FFFFFFF - 1));
+  }
+};
+
+// Whole numbers and truth values, all as 64 bits: a thread loads them one by one.
+struct Whole {
+  using Bits = long long;
+  using Key = long long;
+  static constexpr bool WIDE = false;
+  bool is_unsigned;
+
+  long long single(Bits bits) const {
+    return is_unsigned ? bits & 0xFF : bits;
+  }
+  static Key key(long long number) {
+    return number;
+  }
+  static bool is_odd(long long) {
+    return false;
+  }
+  static bool is_nan(long long) {
+    return false;
+  }
+  static bool is_zero(long long number) {
+    return number == 0;
+  }
+  static double value(long long number) {
+    return static_cast<double>(number);
+  }
+  static double value_of(long long key) {
+    return value(key);
+  }
+};
+
+// Calls `use(format)` for a kind.
+template <typename Use>
+inline void with_format(int kind, const Use& use) {
+  switch (kind) {
+    case FLOAT64:
+      return use(Float64());
+    case FLOAT32:
+      return use(Float32());
+    case BFLOAT16:
+      return use(BFloat16());
+    case FLOAT16:
+      return use(Narrow<short>(10, 15, 0x7C00));
+    case FLOAT8_E5M2:
+    case FLOAT8_E4M3FN:
+    case FLOAT8_E5M2FNUZ:
+    case FLOAT8_E4M3FNUZ: {
+      const bool is_e5m2 = kind == FLOAT8_E5M2 || kind == FLOAT8_E5M2FNUZ, is_fnuz = kind >= FLOAT8_E5M2FNUZ;
+      return use(
+          Narrow<signed char>(
+              is_e5m2 ? 2 : 3,
+              (is_e5m2 ? 15 : 7) + is_fnuz,
+              is_fnuz       ? 0
+                  : is_e5m2 ? 0x7C
+                            : 0x7F));
+    }
+    default:
+      return use(Whole{kind == UINT8});
+  }
+}
+
+inline void clear(Part& sums) {
+  sums = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, ~SIGN, SIGN};
+}
+
+// Adds what was found of other values: Chan, Golub and LeVeque (1979).
+inline void add(Part& to, const Part& other) {
+  if (other.finite != 0) {
+    double mine = static_cast<double>(to.finite), theirs = static_cast<double>(other.finite), all = mine + theirs;
+    double apart = other.mean - to.mean, part = theirs / all;
+    to.spread = to.finite == 0 ? other.spread : to.spread + other.spread + apart * apart * (mine * part);
+    to.mean = to.finite == 0 ? other.mean : to.mean + apart * part;
+    to.total += other.total;
+    to.squares += other.squares;
+  }
+  to.hash += other.hash;
+  to.finite += other.finite;
+  to.nan += other.nan;
+  to.odd += other.odd;
+  to.zeros += other.zeros;
+  to.underflow += other.underflow;
+  to.overflow += other.overflow;
+  to.low = other.low < to.low ? other.low : to.low;
+  to.high = other.high > to.high ? other.high : to.high;
+}
+
+// What a thread keeps while it reads its columns.
+template <typename F>
+struct Reading {
+  using Bits = typename F::Bits;
+  using Key = typename F::Key;
+  static constexpr int COLUMNS = 16 / sizeof(Bits);
+
+  struct alignas(16) Loaded {
+    Bits bits[COLUMNS];
+  };
+
+  unsigned finite = 0, nan = 0, odd = 0, zeros = 0, underflow = 0, overflow = 0;
+  Key low, high;
+  double pivot = 0, total = 0, apart = 0, distances = 0, squares = 0; // apart and distances: from the pivot
+  Word hashes[COLUMNS] = {};
+
+  Reading() {
+    low = static_cast<Key>(~(Key(1) << (8 * sizeof(Key) - 1)));
+    high = ~low;
+  }
+
+  void add(const F& format, Bits bits, Word& hash, Word by, const Job& job) {
+    if (job.hashed) {
+      hash += lanes_of(bits, job) * by;
+    }
+    auto single = format.single(bits);
+    const bool is_odd = F::is_odd(single), is_zero = F::is_zero(single);
+    odd += is_odd;
+    nan += F::is_nan(single);
+    zeros += is_zero;
+    double value = F::value(single);
+    if (job.has_target) {
+      double size = value < 0 ? -value : value;
+      underflow += size <= job.tiny && !is_zero;
+      overflow += size > job.huge;
+    }
+    if (is_odd) {
+      return;
+    }
+    Key key = F::key(single);
+    low = key < low ? key : low;
+    high = key > high ? key : high;
+    pivot = finite == 0 ? value : pivot; // squares of distances from it lose no digits, whatever the mean
+    finite++;
+    double distance = value - pivot;
+    total += value;
+    apart += distance;
+    distances += distance * distance;
+    if constexpr (F::WIDE) {
+      squares += value * value;
+    }
+  }
+
+  static Word lanes_of(Bits bits, const Job& job) { // the hash takes an element of 64 bits for two
+    if constexpr (sizeof(Bits) == 8) {
+      if (F::WIDE || job.kind == INT64) {
+        auto lower = static_cast<Word>(static_cast<long long>(static_cast<int>(bits)));
+        return lower * splitmix64(2) + static_cast<Word>(bits >> 32) * splitmix64(3);
+      }
+    }
+    return static_cast<Word>(static_cast<long long>(bits));
+  }
+
+  // Reads the columns of this thread in a virtual row.
+  void add_row(const F& format, const Job& job, Word virtual_row, Word first, Word by) {
+    Word row = virtual_row, piece = 0;
+    if (job.pieces > 1) {
+      row = virtual_row / job.pieces;
+      piece = virtual_row % job.pieces;
+    }
+    Word column = piece * BLOCK + first;
+    Word end = piece + 1 < job.pieces ? (piece + 1) * BLOCK : job.width;
+    if (column >= end) {
+      return;
+    }
+    long long at = static_cast<long long>(column) * job.step;
+    for (int d = job.dims - 1; d > 0; d--) {
+      auto size = static_cast<Word>(job.sizes[d]);
+      Word rest;
+      if (row >> 32 == 0 && size >> 32 == 0) { // which takes a fifth of the time
+        rest = static_cast<unsigned>(row) / static_cast<unsigned>(size);
+      } else {
+        rest = row / size;
+      }
+      at += static_cast<long long>(row - rest * size) * job.strides[d];
+      row = rest;
+    }
+    at += static_cast<long long>(row) * job.strides[0];
+    const int count = end - column < COLUMNS ? static_cast<int>(end - column) : COLUMNS;
+    Loaded loaded;
+    if (job.aligned && count == COLUMNS) {
+      loaded = *reinterpret_cast<const Loaded*>(static_cast<const Bits*>(job.data) + at);
+    } else {
+      for (int i = 0; i < COLUMNS; i++) {
+        loaded.bits[i] = i < count ? load(job, at + i * job.step) : 0;
+      }
+    }
+    for (int i = 0; i < COLUMNS; i++) {
+      if (i < count) {
+        add(format, loaded.bits[i], hashes[i], by, job);
+      }
+    }
+  }
+
+  static Bits load(const Job& job, long long at) {
+    if constexpr (sizeof(Bits) == 8 && !F::WIDE) {
+      switch (job.kind) {
+        case INT32:
+          return static_cast<const int*>(job.data)[at];
+        case INT16:
+          return static_cast<const short*>(job.data)[at];
+        case INT8:
+        case UINT8:
+          return static_cast<const signed char*>(job.data)[at];
+      }
+    }
+    return static_cast<const Bits*>(job.data)[at];
+  }
+
+  void end(const Job& job, Word first, Part& sums) const {
+    clear(sums);
+    if (job.hashed) {
+      for (int i = 0; i < COLUMNS; i++) {
+        sums.hash += hashes[i] * weight(first + i, job.swapped);
+      }
+    }
+    sums.finite = finite;
+    sums.nan = nan;
+    sums.odd = odd;
+    sums.zeros = zeros;
+    sums.underflow = underflow;
+    sums.overflow = job.has_target ? overflow : odd - nan;
+    if (finite != 0) {
+      double count = finite, away = apart / count;
+      sums.total = total;
+      sums.mean = pivot + away;
+      double spread = distances - apart * away;
+      sums.spread = spread > 0 ? spread : 0;
+      sums.spread = is_finite(distances) ? sums.spread : distances;
+      sums.squares = squares;
+      sums.low = low;
+      sums.high = high;
+    }
+  }
+};
+
+// The threads of a block: on a GPU this is one of them, and on the host it is all.
+#ifdef __CUDACC_RTC__
+constexpr int HELD = 1;
+
+// What another block has left, past the cache next to the processor, which may hold an older copy.
+inline Part fetched(const Part& from) {
+  struct Words {
+    Word words[sizeof(Part) / sizeof(Word)];
+  } found;
+  for (int i = 0; i < static_cast<int>(sizeof found / sizeof(Word)); i++) {
+    found.words[i] = reinterpret_cast<const volatile Word*>(&from)[i];
+  }
+  return same_bits<Part>(found);
+}
+
+template <typename Use>
+inline void each_thread(const Use& use) {
+  use(static_cast<int>(threadIdx.x), 0);
+  __syncthreads();
+}
+#else
+constexpr int HELD = THREADS;
+
+inline Part fetched(const Part& from) {
+  return from;
+}
+
+template <typename Use>
+void each_thread(const Use& use) {
+  for (int thread = 0; thread < THREADS; thread++) {
+    use(thread, thread);
+  }
+}
+#endif
+
+// Adds up the sums of all threads in the first ones.
+inline void join(Part* sums) {
+  for (int half = THREADS / 2; half > 0; half /= 2) {
+    each_thread([&](int thread, int) {
+      if (thread < half) {
+        add(sums[thread], sums[thread + half]);
+      }
+    });
+  }
+}
+
+inline Word weight_of_row(const Job& job, Word virtual_row) {
+  Word row = virtual_row / job.pieces, found = weight(row, !job.swapped);
+  if (in_blocks(job)) {
+    found *= factor(row / BLOCK, !job.swapped) * factor(virtual_row % job.pieces, job.swapped);
+  }
+  return found;
+}
+
+// Reads what a block of the launch has to. The sums and the weights are in memory that its threads share.
+template <typename F>
+inline void read_block(F format, const Job& job, int block, Part* sums, Word* weights) {
+  Reading<F> readings[HELD];
+  const int lanes = job.lanes, strip = block % job.across, beside = lanes * Reading<F>::COLUMNS;
+  const Word rows = job.height * job.pieces, first = static_cast<Word>(block / job.across) * job.rows_each;
+  const Word last = first + job.rows_each < rows ? first + job.rows_each : rows;
+  auto column_of = [&](int thread) {
+    return static_cast<Word>(strip) * beside + static_cast<Word>(thread % lanes) * Reading<F>::COLUMNS;
+  };
+  for (Word base = first; base < last; base += THREADS) {
+    const Word end = base + THREADS < last ? base + THREADS : last;
+    if (job.hashed) {
+      each_thread([&](int thread, int) {
+        if (base + thread < end) {
+          weights[thread] = weight_of_row(job, base + thread);
+        }
+      });
+    }
+    each_thread([&](int thread, int held) {
+      for (Word row = base + thread / lanes; row < end; row += THREADS / lanes) {
+        readings[held].add_row(format, job, row, column_of(thread), job.hashed ? weights[row - base] : 0);
+      }
+    });
+  }
+  each_thread([&](int thread, int held) { readings[held].end(job, column_of(thread), sums[thread]); });
+  join(sums);
+}
+
+inline void read_block(const Job& job, int block, Part* sums, Word* weights) {
+  with_format(job.kind, [&](auto format) { read_block(format, job, block, sums, weights); });
+}
+
+// Adds up what the blocks have found, always in the same order.
+inline void join_blocks(const Job& job, const Part* found, Part* sums) {
+  each_thread([&](int thread, int) {
+    clear(sums[thread]);
+    for (int block = thread; block < job.across * job.down; block += THREADS) {
+      add(sums[thread], fetched(found[block]));
+    }
+  });
+  join(sums);
+}
+
+// The row, but for its mark.
+inline void write(const Job& job, const Part& sums) {
+  Row& to = *job.to;
+  to.hash = sums.hash;
+  to.finite = sums.finite;
+  to.nan = sums.nan;
+  to.odd = sums.odd;
+  to.zeros = sums.zeros;
+  to.underflow = sums.underflow;
+  to.overflow = sums.overflow;
+  to.total = sums.total;
+  const bool is_known = is_finite(sums.spread) && is_finite(sums.squares);
+  to.spread = is_known ? sums.spread : same_bits<double>(INFINITE);
+  to.low = same_bits<double>(INFINITE);
+  to.high = same_bits<double>(INFINITE | SIGN);
+  if (sums.finite != 0) {
+    with_format(job.kind, [&](auto format) {
+      to.low = format.value_of(sums.low);
+      to.high = format.value_of(sums.high);
+    });
+  }
+}
+
+#ifdef __CUDACC_RTC__
+
+extern "C" __global__ void opintercept_read(const __grid_constant__ Jobs jobs, Scratch* scratch, Word mark) {
+  __shared__ alignas(16) unsigned char memory[THREADS * sizeof(Part)];
+  __shared__ Word weights[THREADS];
+  __shared__ bool is_last;
+  Part* sums = reinterpret_cast<Part*>(memory);
+  const int number = blockIdx.y, block = blockIdx.x;
+  const Job& job = jobs.job[number];
+  const unsigned blocks = job.across * job.down;
+  if (block >= blocks) {
+    return;
+  }
+  read_block(job, block, sums, weights);
+  if (threadIdx.x == 0) {
+    scratch->parts[number][block] = sums[0];
+    __threadfence(); // before another block sees that this one is done
+    is_last = atomicAdd(&scratch->done[number], 1u) == blocks - 1;
+  }
+  __syncthreads();
+  if (!is_last) {
+    return;
+  }
+  __threadfence();
+  join_blocks(job, scratch->parts[number], sums);
+  if (threadIdx.x == 0) {
+    scratch->done[number] = 0;
+    write(job, sums[0]);
+    __threadfence_system(); // the host reads the row once it sees the mark
+    *const_cast<volatile Word*>(&job.to->mark) = mark;
+  }
+}
+
+#else
+
+// How a launch reads a tensor whose matrix is known.
+inline void lay_out(Job& job) {
+  static constexpr int BYTES[KINDS] = {8, 4, 2, 2, 1, 1, 1, 1, 8, 4, 2, 1, 1};
+  const int bytes = BYTES[job.kind];
+  const Word wide = job.kind < INT64 ? 16 / bytes : 2;
+  job.pieces = (job.width + BLOCK - 1) / BLOCK;
+  const Word columns = job.width < BLOCK ? job.width : BLOCK, rows = job.height * job.pieces;
+  job.lanes = 1;
+  while (job.lanes < THREADS && job.lanes * wide < columns) {
+    job.lanes *= 2;
+  }
+  const Word beside = job.lanes * wide;
+  job.across = static_cast<int>((columns + beside - 1) / beside);
+  const Word least = ROWS_EACH * static_cast<Word>(THREADS / job.lanes), most = MOST_BLOCKS / job.across;
+  Word down = (rows + least - 1) / least;
+  down = down < most ? down : most;
+  job.rows_each = (rows + down - 1) / down;
+  job.down = static_cast<int>((rows + job.rows_each - 1) / job.rows_each);
+  auto address = reinterpret_cast<Word>(job.data);
+  job.aligned = job.kind <= INT64 && job.step == 1 && address % 16 == 0;
+  for (int d = 0; d < job.dims; d++) {
+    job.aligned = job.aligned && (job.sizes[d] == 1 || job.strides[d] * bytes % 16 == 0);
+  }
+}
+
+#endif
+
+} // namespace opintercept::device

@@ -1,0 +1,147 @@
+// `Reading`, what a launch reads of a tensor on a device, in Python's terms; see `_native/device.py`.
+//
+// Invariant: without the interpreter's lock, nothing here holds more than a row.
+
+#include "../objects.h"
+#include "../values.h"
+#include "driver.h"
+
+#include <cmath>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace {
+
+using namespace opintercept;
+
+struct Reading {
+  device::Pending pending;
+  bool is_read = false, is_known = false, hashed = false;
+  Sums sums;
+  uint64_t hash = 0;
+
+  ~Reading() {
+    device::drop(pending);
+  }
+};
+
+// has_arrived() -> whether `found` does not wait
+PyObject* has_arrived(PyObject* self, PyObject*) {
+  const Reading& reading = *Wrapped<Reading>::of(self);
+  return PyBool_FromLong(reading.is_read || device::has_arrived(reading.pending));
+}
+
+// found() -> as `values.read`; None if the device has failed
+PyObject* found(PyObject* self, PyObject*) {
+  Reading& reading = *Wrapped<Reading>::of(self);
+  if (!reading.is_read) {
+    device::Pending pending = std::exchange(reading.pending, {}); // another thread may ask meanwhile
+    Sums sums;
+    uint64_t hash = 0;
+    PyThreadState* state = PyEval_SaveThread();
+    const bool is_known = device::wait_for(pending, sums, hash);
+    PyEval_RestoreThread(state);
+    reading.is_known = is_known;
+    reading.sums = sums;
+    reading.hash = hash;
+    reading.is_read = true;
+  }
+  if (!reading.is_known) {
+    Py_RETURN_NONE;
+  }
+  PyObject* hash = reading.hashed ? PyLong_FromUnsignedLongLong(reading.hash) : Py_NewRef(Py_None);
+  return as_found(reading.sums, hash, Py_NewRef(Py_None), Py_NewRef(Py_None));
+}
+
+PyMethodDef methods_of_reading[] = {
+    {"has_arrived", has_arrived, METH_NOARGS, nullptr},
+    {"found", found, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+// Runs `use`; what it throws becomes a RuntimeError.
+template <typename Use>
+PyObject* caught(const Use& use) {
+  try {
+    use();
+    Py_RETURN_NONE;
+  } catch (const std::exception& exception) {
+    PyErr_SetString(PyExc_RuntimeError, exception.what());
+    return nullptr;
+  }
+}
+
+// set_up_device(path of the driver's library, type of the devices)
+PyObject* set_up_device(PyObject*, PyObject* args) {
+  const char *library, *type;
+  if (!PyArg_ParseTuple(args, "ss", &library, &type)) {
+    return nullptr;
+  }
+  return caught([&] { device::set_up(library, type); });
+}
+
+// load_on_device(number of the device, code)
+PyObject* load_on_device(PyObject*, PyObject* args) {
+  Py_ssize_t ordinal;
+  PyObject* code;
+  if (!PyArg_ParseTuple(args, "nS", &ordinal, &code)) {
+    return nullptr;
+  }
+  return caught([&] { device::load(static_cast<size_t>(ordinal), PyBytes_AS_STRING(code)); });
+}
+
+// read_on_device(tensor, target or None, hashed[, row, scratch]) -> a Reading, or with a row how often each value of it
+// occurs; None if the kernel cannot read the tensor now
+PyObject* read_on_device(PyObject*, PyObject* args) {
+  PyObject *value, *limits, *row = nullptr, *scratch = nullptr;
+  int hashed;
+  Target target;
+  if (!PyArg_ParseTuple(args, "OOp|OO", &value, &limits, &hashed, &row, &scratch)) {
+    return nullptr;
+  }
+  if (limits != Py_None && !PyArg_ParseTuple(limits, "dd", &target.tiny, &target.huge)) {
+    return nullptr;
+  }
+  try {
+    at::Tensor tensor;
+    THPObjectPtr made(PyObject_CallNoArgs(reinterpret_cast<PyObject*>(&Wrapped<Reading>::type)));
+    if (made.get() == nullptr) {
+      return nullptr;
+    }
+    Reading& reading = *Wrapped<Reading>::of(made.get());
+    reading.hashed = hashed;
+    device::Launch launch;
+    if (!as_tensor(value, tensor) ||
+        !launch.takes(tensor, hashed, limits == Py_None ? nullptr : &target, reading.pending)) {
+      Py_RETURN_NONE;
+    }
+    if (row != nullptr) {
+      if (!launch.start(unpacked(row).mutable_data_ptr(), unpacked(scratch).mutable_data_ptr())) {
+        Py_RETURN_NONE;
+      }
+      return PyLong_FromLongLong(reading.pending.repeats);
+    }
+    if (!launch.start()) {
+      Py_RETURN_NONE;
+    }
+    return made.release();
+  } catch (const std::exception&) { // torch cannot tell what the tensor is
+    PyErr_Clear();
+    Py_RETURN_NONE;
+  }
+}
+
+PyMethodDef functions[] = {
+    {"set_up_device", set_up_device, METH_VARARGS, nullptr},
+    {"load_on_device", load_on_device, METH_VARARGS, nullptr},
+    {"read_on_device", read_on_device, METH_VARARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+} // namespace
+
+bool opintercept_add_readings(PyObject* module) {
+  return Wrapped<Reading>::add(module, "Reading", methods_of_reading) && PyModule_AddFunctions(module, functions) == 0;
+}

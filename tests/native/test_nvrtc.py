@@ -1,0 +1,74 @@
+"""The kernel compiles for GPUs that are not there, and its code is kept on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opintercept._native import build, nvrtc
+
+CUDA = "13.0"
+
+
+@pytest.fixture(scope="module")
+def compiler() -> None:
+    try:
+        nvrtc._library(CUDA.partition(".")[0])
+    except RuntimeError as error:
+        pytest.skip(f"{error}; `pip install nvidia-cuda-nvrtc` brings it")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    return build.cache_folder()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
+def test_the_kernel_compiles_for_a_gpu_and_is_kept(
+    architecture: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = nvrtc.code_for(architecture, CUDA)
+    assert code[:4] == b"\x7fELF"
+    assert b"opintercept_read" in code
+    [kept] = cache.iterdir()
+    monkeypatch.setattr(nvrtc, "_compiled", lambda *_: b"compiled again")
+    assert nvrtc.code_for(architecture, CUDA) == code
+    kept.write_bytes(kept.read_bytes()[:-1])  # a part of it
+    assert nvrtc.code_for(architecture, CUDA) == b"compiled again"
+    assert nvrtc.code_for(architecture, CUDA) == b"compiled again"
+    monkeypatch.setattr(nvrtc, "OPTIONS", [])
+    assert nvrtc.code_for(architecture, CUDA) == b"compiled again"
+    assert len([*cache.iterdir()]) == 2
+
+
+@pytest.mark.usefixtures("compiler")
+def test_what_the_compiler_says_is_told(cache: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    source = tmp_path / "kernel.h"
+    source.write_text("int x = ;\n")
+    monkeypatch.setattr(nvrtc, "SOURCE", source)
+    with pytest.raises(RuntimeError, match=r"kernel\.h\(1\): error: expected an expression.*NVRTC_ERROR_COMPILATION"):
+        nvrtc.code_for("sm_90", CUDA)
+    with pytest.raises(RuntimeError, match="NVRTC_ERROR_INVALID_OPTION"):
+        nvrtc.code_for("sm_1", CUDA)
+    assert not cache.exists()
+
+
+def test_without_nvrtc_its_name_is_told(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.path", [])
+    with pytest.raises(RuntimeError, match=r"libnvrtc\.so"):
+        nvrtc.code_for("sm_90", "7.5")
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_machine_without_a_writable_folder_compiles_each_time(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvrtc, "_compiled", lambda *_: b"code")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "a file" / "x"))
+    (tmp_path / "a file").write_text("")
+    assert nvrtc.code_for("sm_90", CUDA) == b"code"

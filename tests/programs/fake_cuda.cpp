@@ -1,0 +1,266 @@
+// A stand-in for the CUDA driver, of which it has the functions that `_native/device/driver.cpp` uses: it runs the
+// kernel's own source on the host, its blocks in a random order, and counts and checks what it is asked.
+//
+// The host can write the mark of a row late, as a device does: when somebody asks for its stream.
+
+#include "../../opintercept/_native/device/kernel.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <numeric>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace {
+
+using namespace opintercept::device;
+
+constexpr int SUCCESS = 0, INVALID = 1, NO_MEMORY = 2, NOT_READY = 600, LAUNCH_FAILED = 719;
+std::recursive_mutex mutex;
+std::map<std::string, int64_t> counts, failures; // of functions, and how many of the next calls fail
+std::vector<std::pair<void*, std::function<void()>>> late; // marks by stream
+bool is_late = false, capturing = false, lost = false;
+std::mt19937 order;
+int entered = 0;
+// Of the device that this is the driver of, if it is not the host: lets the host read memory, or no longer; says whether a
+// graph captures a stream; runs a launch, or lets the graph keep it.
+void (*open_memory)(void*, int) = nullptr;
+int (*captures)(void*) = nullptr;
+int (*run_launch)(void (*)(void*), void*, void*) = nullptr;
+void (*count_wait)() = nullptr;
+thread_local bool launches = false; // whether this thread does, and so a wait keeps the program
+
+// Counts a call. False if it has been told to fail.
+bool asked(const char* function) {
+  std::lock_guard lock(mutex);
+  counts[function]++;
+  auto failing = failures.find(function);
+  return failing == failures.end() || failing->second-- <= 0;
+}
+
+void open(const void* memory, int by) {
+  if (open_memory != nullptr) {
+    open_memory(const_cast<void*>(memory), by);
+  }
+}
+
+struct Launched {
+  Jobs jobs;
+  Scratch* scratch;
+  Word mark;
+  unsigned across, down;
+  void* stream;
+};
+
+void run(const Launched& launch) {
+  static Part parts[THREADS];
+  static Word weights[THREADS];
+  for (unsigned number = 0; number < launch.down; number++) {
+    const Job& job = launch.jobs.job[number];
+    open(job.data, 1);
+    open(job.to, 1);
+    open(launch.scratch, 1);
+    std::vector<unsigned> blocks(launch.across);
+    std::iota(blocks.begin(), blocks.end(), 0);
+    std::shuffle(blocks.begin(), blocks.end(), order);
+    const auto all = static_cast<unsigned>(job.across * job.down);
+    for (unsigned block : blocks) {
+      if (block < all) {
+        std::memset(static_cast<void*>(parts), 0xFF, sizeof parts); // whatever the last block has left
+        read_block(job, static_cast<int>(block), parts, weights);
+        launch.scratch->parts[number][block] = parts[0];
+        launch.scratch->done[number]++;
+      }
+    }
+    if (launch.scratch->done[number] != all) {
+      std::abort(); // another launch has left something
+    }
+    launch.scratch->done[number] = 0;
+    join_blocks(job, launch.scratch->parts[number], parts);
+    write(job, parts[0]);
+    Row* to = job.to;
+    open(job.data, -1);
+    open(job.to, -1);
+    open(launch.scratch, -1);
+    auto publish = [to, mark = launch.mark] { __atomic_store_n(&to->mark, mark, __ATOMIC_RELEASE); };
+    if (launch.mark == 0) {
+      continue; // of a graph: nobody waits for it
+    }
+    if (is_late) {
+      late.emplace_back(launch.stream, publish);
+    } else {
+      publish();
+    }
+  }
+}
+
+} // namespace
+
+extern "C" {
+
+int cuDeviceGet(int* device, int ordinal) {
+  *device = ordinal + 100;
+  return asked("cuDeviceGet") ? SUCCESS : INVALID;
+}
+
+int cuDevicePrimaryCtxRetain(void** context, int device) {
+  *context = reinterpret_cast<void*>(static_cast<intptr_t>(device));
+  return asked("cuDevicePrimaryCtxRetain") && device >= 100 ? SUCCESS : INVALID;
+}
+
+int cuCtxPushCurrent_v2(void* context) {
+  entered += context != nullptr;
+  return asked("cuCtxPushCurrent") ? SUCCESS : INVALID;
+}
+
+int cuCtxPopCurrent_v2(void** context) {
+  *context = nullptr;
+  entered--;
+  return asked("cuCtxPopCurrent") ? SUCCESS : INVALID;
+}
+
+int cuModuleLoadData(void** module, const void* code) {
+  *module = const_cast<void*>(code);
+  return asked("cuModuleLoadData") && std::strncmp(static_cast<const char*>(code), "code", 4) == 0 ? SUCCESS : INVALID;
+}
+
+int cuModuleGetFunction(void** function, void*, const char* name) {
+  static int kernel;
+  *function = &kernel;
+  return asked("cuModuleGetFunction") && std::string(name) == "opintercept_read" ? SUCCESS : INVALID;
+}
+
+int cuMemAlloc_v2(uint64_t* memory, size_t bytes) {
+  if (!asked("cuMemAlloc")) {
+    return NO_MEMORY;
+  }
+  *memory = reinterpret_cast<uint64_t>(std::malloc(bytes));
+  return SUCCESS;
+}
+
+int cuMemsetD8_v2(uint64_t memory, unsigned char byte, size_t bytes) {
+  std::memset(reinterpret_cast<void*>(memory), byte, bytes);
+  return asked("cuMemsetD8") ? SUCCESS : INVALID;
+}
+
+int cuMemHostAlloc(void** memory, size_t bytes, unsigned) {
+  if (!asked("cuMemHostAlloc")) {
+    return NO_MEMORY;
+  }
+  *memory = std::malloc(bytes);
+  return SUCCESS;
+}
+
+int cuStreamIsCapturing(void* stream, int* status) {
+  *status = capturing || (captures != nullptr && captures(stream));
+  return asked("cuStreamIsCapturing") ? SUCCESS : INVALID;
+}
+
+int cuStreamQuery(void* stream) {
+  std::lock_guard lock(mutex);
+  asked("cuStreamQuery");
+  if (lost) {
+    return LAUNCH_FAILED;
+  }
+  if (launches && count_wait != nullptr) {
+    count_wait();
+  }
+  for (auto& [of, publish] : late) {
+    if (of == stream) {
+      publish();
+    }
+  }
+  std::erase_if(late, [&](const auto& each) { return each.first == stream; });
+  return SUCCESS;
+}
+
+int cuThreadExchangeStreamCaptureMode(int* mode) {
+  static thread_local int current = 0;
+  std::swap(current, *mode);
+  return SUCCESS;
+}
+
+int cuGetErrorString(int error, const char** text) {
+  *text = error == NO_MEMORY ? "out of memory" : error == INVALID ? "invalid argument" : nullptr;
+  return SUCCESS;
+}
+
+int cuLaunchKernel(
+    void*, unsigned across, unsigned down, unsigned deep, unsigned threads, unsigned, unsigned, unsigned, void* stream,
+    void** arguments, void**) {
+  std::lock_guard lock(mutex);
+  launches = true;
+  if (!asked("cuLaunchKernel") || lost) {
+    return LAUNCH_FAILED;
+  }
+  Launched launch{
+      *static_cast<Jobs*>(arguments[0]),
+      *static_cast<Scratch**>(arguments[1]),
+      *static_cast<Word*>(arguments[2]),
+      across,
+      down,
+      stream};
+  if (entered <= 0 || deep != 1 || threads != THREADS || across == 0 || across > MOST_BLOCKS || down == 0 ||
+      down > MOST_JOBS) {
+    return INVALID;
+  }
+  static const bool is_idle = std::getenv("FAKE_CUDA_IDLE") != nullptr; // to time what stands around a launch
+  if (is_idle) {
+    for (unsigned number = 0; number < down; number++) {
+      launch.jobs.job[number].to->mark = launch.mark;
+    }
+    return SUCCESS;
+  }
+  if (run_launch == nullptr) {
+    run(launch);
+    return SUCCESS;
+  }
+  auto kept = std::make_unique<Launched>(launch);
+  if (run_launch([](void* each) { run(*static_cast<Launched*>(each)); }, kept.get(), stream)) {
+    kept.release(); // the graph runs it
+  }
+  return SUCCESS;
+}
+
+// What tests ask of it.
+
+int64_t fake_count(const char* function) { // of calls since the last time
+  std::lock_guard lock(mutex);
+  return std::exchange(counts[function], 0);
+}
+
+void fake_fail(const char* function, int64_t times) {
+  std::lock_guard lock(mutex);
+  failures[function] = times;
+}
+
+void fake_behave(bool marks_are_late, bool captures, bool is_lost) {
+  std::lock_guard lock(mutex);
+  is_late = marks_are_late;
+  capturing = captures;
+  lost = is_lost;
+  for (auto& [_, publish] : std::exchange(late, {})) {
+    if (!is_lost) {
+      publish();
+    }
+  }
+}
+
+void fake_device(
+    void (*open)(void*, int), int (*captures_stream)(void*), int (*launch)(void (*)(void*), void*, void*),
+    void (*wait)()) {
+  open_memory = open;
+  captures = captures_stream;
+  run_launch = launch;
+  count_wait = wait;
+}
+
+} // extern "C"
