@@ -76,8 +76,11 @@ def explained(whole: Accused) -> Explained:
         only = [Counter(), Counter()]
     exact = bool(good)
     good = good or [each for each in (_turned(accused), _diagnosis(accused)) if each is not None]
-    if not good and whole.is_blind and (whole.judge.partial or names[0].keys() == names[1].keys()):
-        return Explained(None)  # the same operators, of which nobody knows what they make of B's values, nor how often
+    end, other = whole.end, whole.found.step
+    same = other is not None and other.operator == end.operator and whole.found.by == "operands"
+    same = names[0].keys() == names[1].keys() or (same and end.number in whole.sweep.blind)
+    if not good and whole.is_blind and (same or whole.judge.partial):
+        return Explained(None)  # nobody knows what the same operators make of B's values, nor how often they are called
     kept: dict[str, Change] = {}
     for change in good:
         kept.setdefault(change.what, change)
