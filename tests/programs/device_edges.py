@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import faulthandler
 import io
 import json
 import math
@@ -361,6 +362,7 @@ CASES: dict[str, Callable[[], Any]] = {
 }
 
 if __name__ == "__main__":
+    faulthandler.enable()
     if "--late" in sys.argv:
         toy_device.take_for_cuda()
     print(json.dumps(CASES[sys.argv[1]]()), flush=True)

@@ -6,6 +6,7 @@ the device first, so that nothing that the CPU's run leaves behind helps.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import sys
 import warnings
@@ -89,6 +90,7 @@ def compare(name: str, options: dict[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
+    faulthandler.enable()
     torch.set_num_threads(1)
     engine, ops, *names = sys.argv[1:]
     if engine == "compiled":

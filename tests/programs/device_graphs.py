@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import io
 import json
@@ -225,5 +226,6 @@ CASES: dict[str, Callable[[], Any]] = {
 }
 
 if __name__ == "__main__":
+    faulthandler.enable()
     toy_device.take_for_cuda()
     print(json.dumps(CASES[sys.argv[1]]()))

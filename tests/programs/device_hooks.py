@@ -8,6 +8,7 @@ and values are read in one launch.
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import io
 import json
 import math
@@ -175,6 +176,7 @@ def compare(name: str, step: Callable[[Tensor], Tensor], **options: Any) -> list
 
 
 if __name__ == "__main__":
+    faulthandler.enable()
     torch.set_num_threads(1)
     if "--launch" in sys.argv:
         toy_device.use_driver()

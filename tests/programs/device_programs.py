@@ -6,6 +6,7 @@ process of its own, on the device first: what one has left behind hides what goe
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import json
 import sys
@@ -246,6 +247,7 @@ def differences(name: str, engine: str) -> list[str]:
 
 
 if __name__ == "__main__":
+    faulthandler.enable()
     torch.set_num_threads(1)  # no threads of torch's before the forks
     results: dict[str, dict[str, list[str]]] = {}
     for chosen in sys.argv[1:]:

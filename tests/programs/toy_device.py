@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import faulthandler
 import json
 import os
 import threading
@@ -169,7 +168,6 @@ def build_device() -> Path:
         return build.built_library()
 
 
-faulthandler.enable()  # the host that touches the device's memory crashes
 torch.ops.load_library(build_device())
 torch.utils.rename_privateuse1_backend("toy")  # type: ignore[attr-defined]
 _module = types.ModuleType("torch.toy")
