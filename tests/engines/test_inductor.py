@@ -256,9 +256,9 @@ def test_an_exception_in_the_middle_leaves_wrappers_as_they_were(net: Any) -> No
 
     def fail(call: OpCall) -> None:
         if call.op == FORWARD[1]:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt("in the middle")
 
-    with pytest.raises(KeyboardInterrupt), intercept(fail, ops="all"):
+    with pytest.raises(KeyboardInterrupt, match="in the middle"), intercept(fail, ops="all"):
         net(X)
     assert kernels() == before
     assert not inductor.PATCHES._in_place
