@@ -29,7 +29,7 @@ std::map<std::string, int64_t> counts, failures; // of functions, and how many o
 std::vector<std::pair<void*, std::function<void()>>> late; // marks by stream
 bool is_late = false, capturing = false, lost = false;
 std::mt19937 order;
-int entered = 0;
+thread_local int entered = 0; // each thread has contexts of its own
 // Of the device that this is the driver of, if it is not the host: lets the host read memory, or no longer; says whether a
 // graph captures a stream; runs a launch, or lets the graph keep it.
 void (*open_memory)(void*, int) = nullptr;
