@@ -34,13 +34,16 @@ def fresh() -> Any:
     return module
 
 
-@functools.cache
-def reader() -> Any:
+def loaded() -> Any:
     """Such a copy that has the stand-in for its driver."""
     module = fresh()
     module.set_up_device(driver()._name, "cpu")
     module.load_on_device(0, CODE)
     return module
+
+
+reader = functools.cache(loaded)
+"""One that tests share."""
 
 
 @contextmanager

@@ -176,9 +176,7 @@ def test_rows_are_used_again_only_when_they_have_been_written() -> None:
 
 def test_there_is_no_end_of_rows_that_wait() -> None:
     """There is: the caller then reads the tensor with torch's operators."""
-    module = fake_devices.fresh()
-    module.set_up_device(fake_cuda.driver()._name, "cpu")
-    module.load_on_device(0, fake_cuda.CODE)
+    module = fake_devices.loaded()
     fake_cuda.behave(late=True)
     x, held = torch.ones(2), []
     while (reading := module.read_on_device(x, None, True)) is not None:
@@ -209,9 +207,7 @@ def test_a_graph_that_is_captured_gets_no_row() -> None:
 
 @pytest.mark.parametrize("name", ["cuLaunchKernel", "cuMemAlloc", "cuMemHostAlloc"])
 def test_a_launch_that_fails_leaves_the_row_to_the_next(name: str) -> None:
-    module = fake_devices.fresh()
-    module.set_up_device(fake_cuda.driver()._name, "cpu")
-    module.load_on_device(0, fake_cuda.CODE)
+    module = fake_devices.loaded()
     fake_cuda.driver().fake_fail(name.encode(), 3)
     x = torch.ones(2)
     assert [module.read_on_device(x, None, True) for _ in range(3)] == [None] * 3

@@ -164,7 +164,9 @@ struct NotedCall {
   ~NotedCall() {
     for (Part& part : parts) {
       for (Values& each : part.values) {
-        device::drop(each.pending);
+        if (each.pending.is_open()) { // seldom: this is the path of each call
+          device::drop(each.pending);
+        }
       }
     }
   }
