@@ -245,6 +245,7 @@ def uninterrupted(work: Callable[[], None]) -> None:
         except BaseException as exception:
             failures.append(exception)
         finally:
+            _forget_this_thread()
             ended.append(True)
             lock.release()
 
@@ -267,6 +268,16 @@ def uninterrupted(work: Callable[[], None]) -> None:
             raise failure
     finally:
         failures.clear()  # the failure holds this frame
+
+
+def _forget_this_thread() -> None:
+    """Take back the object that `threading.current_thread` made for a thread of `uninterrupted`.
+
+    Up to Python 3.12 it would stay in `threading.enumerate` for good, and no program can join it.
+    """
+    known, me = getattr(threading, "_active", {}), _thread.get_ident()
+    if isinstance(known.get(me), threading._DummyThread):
+        known.pop(me)
 
 
 def never_began(function: Any, exception: BaseException) -> bool:

@@ -81,7 +81,7 @@ def private_names_of_classes(source: str) -> set[str]:
 
 
 # Names that both objects of torch, or named tuples, and some class of the package have.
-OF_OTHERS = {"_make", "_modules", "_name", "_values"}
+OF_OTHERS = {"_make", "_modules", "_name", "_overloadname", "_schema", "_values"}
 
 
 def reads_private(name: str, source: str) -> list[str]:

@@ -83,6 +83,13 @@ print(found & {"torch", "opintercept"}, "numpy" in found)
     assert run_script(code).stdout == "set() True\n"
 
 
+def test_a_recording_leaves_no_thread_that_a_program_cannot_join(tmp_path: Path) -> None:
+    before = threading.enumerate()
+    with intercept(runs.RunRecorder(tmp_path / "run")):
+        torch.ones(2, 2) @ torch.ones(2, 2)
+    assert threading.enumerate() == before
+
+
 def test_threads_of_one_block_lose_no_call(tmp_path: Path) -> None:
     block = intercept(runs.RunRecorder(tmp_path / "run", "full"), threads="all")
 
