@@ -84,12 +84,12 @@ def read(tensor: torch.Tensor, limits: tuple[float, float] | None, hashed: bool)
     module: Any = library.find().module
     graph = graph_of(tensor)
     if graph is None:
-        reading = module.read_on_device(tensor, limits, hashed)
+        reading = module.read_on_device(tensor, limits, hashed, tensor.is_leaf and tensor.requires_grad)
         if reading is not None:
             return Launched(reading), _found
     else:
         row = torch.empty(_ROW, dtype=torch.int64, device=tensor.device)
-        repeats = module.read_on_device(tensor, limits, hashed, row, graph.scratch(_SCRATCH))
+        repeats = module.read_on_device(tensor, limits, hashed, False, row, graph.scratch(_SCRATCH))
         if repeats is not None:
             return graph.put([row]), partial(_of_row, repeats)
     unread[f"{str(tensor.dtype).removeprefix('torch.')}, {type(tensor).__name__}"] += 1

@@ -48,3 +48,10 @@ def test_every_other_operator_is_noted(form: str, others: dict[str, dict[str, st
     assert {name for name in shown if not name.startswith(STORAGES)} == SIZES
     noted = [name for name, how in others[form].items() if how == "noted"]
     assert len(noted) > 1900  # makers of tensors cannot be watched, and some views not be tried
+
+
+def test_a_weight_is_read_again_only_when_it_has_changed() -> None:
+    assert on_a_device("device_weights.py") == {
+        "Stats": [[0, 1, 3, 5], []],  # it sees the first call that is like others in Python
+        "RunRecorder": [[0, 3, 5], []],
+    }

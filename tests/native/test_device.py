@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import math
 import threading
@@ -40,13 +41,17 @@ def _well_behaved() -> Any:
     fake_cuda.behave()
 
 
-def launched(tensor: Tensor, limits: tuple[float, float] | None = None, hashed: bool = True) -> Any:
-    return fake_devices.reader().read_on_device(tensor, limits, hashed)
+def launched(
+    tensor: Tensor, limits: tuple[float, float] | None = None, hashed: bool = True, lasts: bool = False
+) -> Any:
+    return fake_devices.reader().read_on_device(tensor, limits, hashed, lasts)
 
 
-def read(tensor: Tensor, limits: tuple[float, float] | None = None, hashed: bool = True) -> values.Found:
+def read(
+    tensor: Tensor, limits: tuple[float, float] | None = None, hashed: bool = True, lasts: bool = False
+) -> values.Found:
     """What `_native.values.read` returns."""
-    reading = launched(tensor, limits, hashed)
+    reading = launched(tensor, limits, hashed, lasts)
     if reading is None:
         assert not tensor.numel()
         return (0, 0, 0, 0, 0, 0, 0.0, 0.0), -math.inf, -math.inf, 0, None, None
@@ -147,6 +152,103 @@ def test_what_the_kernel_does_not_know_is_left_alone(make: Any) -> None:
     assert fake_cuda.driver().fake_count(b"cuLaunchKernel") == 0
 
 
+# Ways to write to a weight, and whether all of its values are others afterwards.
+WRITINGS: dict[str, Any] = {
+    "in place": lambda w: w.data.mul_(2),  # which leaves its version alone
+    "with a version": lambda w: w.detach()[3, 5].fill_(7),  # a version of the memory, so one value is enough
+    "other memory": lambda w: setattr(w, "data", w.data + 1),
+    "not at all": lambda w: None,
+    "the same again": lambda w: w.data.copy_(w.data.clone()),
+}
+
+
+@pytest.mark.parametrize("writing", WRITINGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_weight_is_read_again_only_when_it_has_changed(writing: str, dtype: torch.dtype, turned: bool) -> None:
+    weight = torch.nn.Parameter(torch.randn(1024, 1000, dtype=dtype))
+    given = (lambda: weight.mT) if turned else lambda: weight
+    assert [is_read(given()) for _ in range(3)] == [True, False, False]
+    with torch.no_grad():
+        WRITINGS[writing](weight)
+    assert is_read(given()) == (writing not in ("not at all", "the same again"))
+    assert not is_read(given())
+
+
+def is_read(weight: Tensor) -> bool:
+    """Whether a weight is read, and not only a sample of it. What is found is the same."""
+    fake_cuda.driver().fake_blocks_that_read()
+    found, read_it = read(weight, lasts=True), fake_cuda.driver().fake_blocks_that_read() > 0
+    assert repr(found) == repr(read(weight))
+    return read_it
+
+
+def test_a_weight_is_known_by_how_it_is_read() -> None:
+    weight = torch.randn(1024, 1000)
+    assert is_read(weight)
+    for other in (weight[:, 1:], weight[1:], weight.mT, weight.view(-1)):
+        assert is_read(other)
+        assert not is_read(other)
+    hashed = read(weight, hashed=False, lasts=True)
+    assert hashed[3] is None
+    counted = read(weight, LIMITS[torch.float8_e4m3fn], lasts=True)
+    assert repr(counted) == repr(read(weight, LIMITS[torch.float8_e4m3fn]))
+
+
+def test_a_small_tensor_and_one_that_counts_no_versions_are_read_each_time() -> None:
+    with torch.inference_mode():
+        cache = torch.randn(1024, 1000)
+    for tensor in (torch.randn(10, 10), cache):
+        assert [is_read(tensor) for _ in range(2)] == [True, True]
+
+
+def test_memory_that_another_tensor_gets_is_read_again() -> None:
+    """The allocator gives the memory of one to the next, in which most values are the same."""
+    for number in range(3):
+        tensor = torch.zeros(1 << 20)
+        tensor[7] = number
+        assert is_read(tensor)
+        del tensor
+
+
+def test_there_is_no_end_of_weights() -> None:
+    memory = torch.zeros((1 << 18) + 2100)
+    weights = [memory[place : place + (1 << 18)] for place in range(2100)]
+    for weight in weights:
+        read(weight, lasts=True)
+    assert not is_read(weights[-1])
+    assert is_read(weights[0])
+
+
+def test_a_weight_that_changes_while_it_is_looked_at_is_read() -> None:
+    """Of some blocks that see the old values and others that see the new ones, the last one reads all."""
+    weight, blocks = torch.randn(1024, 1000), []
+    read(weight, lasts=True)
+    new = torch.randn(1024, 1000)
+
+    @ctypes.CFUNCTYPE(None)
+    def between_blocks() -> None:
+        blocks.append(1)
+        if len(blocks) == 3:
+            ctypes.memmove(weight.data_ptr(), new.data_ptr(), new.nbytes)
+
+    fake_cuda.driver().fake_between_blocks(between_blocks)
+    try:
+        found = read(weight, lasts=True)
+    finally:
+        fake_cuda.driver().fake_between_blocks(None)
+    assert len(blocks) == 128
+    assert repr(found) == repr(read(new))
+    assert not is_read(weight)
+
+
+def test_a_launch_that_fails_leaves_no_weight_known() -> None:
+    weight = torch.randn(1024, 1000)
+    fake_cuda.driver().fake_fail(b"cuLaunchKernel", 1)
+    assert launched(weight, lasts=True) is None
+    assert is_read(weight)
+
+
 def test_freed_memory_is_not_read() -> None:
     tensor = torch.ones(100)
     tensor.untyped_storage().resize_(40)
@@ -179,12 +281,12 @@ def test_there_is_no_end_of_rows_that_wait() -> None:
     module = fake_devices.loaded()
     fake_cuda.behave(late=True)
     x, held = torch.ones(2), []
-    while (reading := module.read_on_device(x, None, True)) is not None:
+    while (reading := module.read_on_device(x, None, True, False)) is not None:
         held.append(reading)
     assert len(held) == 64 * 1024 - 1
     assert {each.found()[0][6] for each in held} == {2.0}
     held.clear()
-    assert module.read_on_device(x, None, True).found()[0][6] == 2.0
+    assert module.read_on_device(x, None, True, False).found()[0][6] == 2.0
 
 
 def test_a_device_that_fails_is_not_waited_for() -> None:
@@ -200,7 +302,7 @@ def test_a_graph_that_is_captured_gets_no_row() -> None:
     assert launched(torch.ones(3)) is None
     row, scratch = torch.full((12,), -1), torch.zeros(1 << 17, dtype=torch.uint8)
     tensor = torch.tensor([1.0, 5.0]).expand(3, 2)
-    assert fake_devices.reader().read_on_device(tensor, None, False, row, scratch) == 3
+    assert fake_devices.reader().read_on_device(tensor, None, False, False, row, scratch) == 3
     assert (row[1].item(), row[7:11].view(torch.float64).tolist()) == (2, [6.0, 8.0, 1.0, 5.0])
     assert not scratch[:40].any()  # as the next launch needs it
 
@@ -210,8 +312,8 @@ def test_a_launch_that_fails_leaves_the_row_to_the_next(name: str) -> None:
     module = fake_devices.loaded()
     fake_cuda.driver().fake_fail(name.encode(), 3)
     x = torch.ones(2)
-    assert [module.read_on_device(x, None, True) for _ in range(3)] == [None] * 3
-    assert module.read_on_device(x, None, True).found()[0][6] == 2.0
+    assert [module.read_on_device(x, None, True, False) for _ in range(3)] == [None] * 3
+    assert module.read_on_device(x, None, True, False).found()[0][6] == 2.0
 
 
 def test_threads_launch_and_wait_side_by_side() -> None:
@@ -238,7 +340,7 @@ def test_a_driver_that_lacks_a_function_is_named() -> None:
         module.set_up_device("libno_cuda.so", "cpu")
     with pytest.raises(RuntimeError, match="the driver has no cuDeviceGet"):
         module.set_up_device("libc.so.6", "cpu")
-    assert module.read_on_device(torch.ones(2), None, True) is None
+    assert module.read_on_device(torch.ones(2), None, True, False) is None
     module.set_up_device(fake_cuda.driver()._name, "cpu")
     with pytest.raises(RuntimeError, match="cuModuleLoadData: invalid argument"):
         module.load_on_device(0, b"other")

@@ -36,6 +36,8 @@ void (*open_memory)(void*, int) = nullptr;
 int (*captures)(void*) = nullptr;
 int (*run_launch)(void (*)(void*), void*, void*) = nullptr;
 void (*count_wait)() = nullptr;
+int64_t blocks_that_read = 0;
+void (*between_blocks)() = nullptr; // what tests do while a launch reads
 thread_local bool launches = false; // whether this thread does, and so a wait keeps the program
 
 // Counts a call. False if it has been told to fail.
@@ -47,7 +49,7 @@ bool asked(const char* function) {
 }
 
 void open(const void* memory, int by) {
-  if (open_memory != nullptr) {
+  if (open_memory != nullptr && memory != nullptr) {
     open_memory(const_cast<void*>(memory), by);
   }
 }
@@ -62,33 +64,39 @@ struct Launched {
 
 void run(const Launched& launch) {
   static Part parts[THREADS];
-  static Word weights[THREADS];
+  static Word words[THREADS];
   for (unsigned number = 0; number < launch.down; number++) {
     const Job& job = launch.jobs.job[number];
     open(job.data, 1);
     open(job.to, 1);
     open(launch.scratch, 1);
-    std::vector<unsigned> blocks(launch.across);
+    open(job.memo, 1);
+    std::vector<int> blocks(static_cast<size_t>(job.blocks));
     std::iota(blocks.begin(), blocks.end(), 0);
     std::shuffle(blocks.begin(), blocks.end(), order);
-    const auto all = static_cast<unsigned>(job.across * job.down);
-    for (unsigned block : blocks) {
-      if (block < all) {
-        std::memset(static_cast<void*>(parts), 0xFF, sizeof parts); // whatever the last block has left
-        read_block(job, static_cast<int>(block), parts, weights);
-        launch.scratch->parts[number][block] = parts[0];
-        launch.scratch->done[number]++;
+    bool is_written = launch.scratch->done[number] != 0; // another launch has left something
+    for (int block : blocks) {
+      if (is_written) {
+        std::abort();
       }
+      std::memset(static_cast<void*>(parts), 0xFF, sizeof parts); // whatever the last block has left
+      std::memset(words, 0xFF, sizeof words);
+      is_written = run_block(job, block, launch.scratch->parts[number], parts, words, [&](unsigned mine) {
+        blocks_that_read += mine > HAS_READ;
+        if (between_blocks != nullptr) {
+          between_blocks();
+        }
+        return launch.scratch->done[number] += mine;
+      });
     }
-    if (launch.scratch->done[number] != all) {
-      std::abort(); // another launch has left something
+    if (!is_written) {
+      std::abort();
     }
     launch.scratch->done[number] = 0;
-    join_blocks(job, launch.scratch->parts[number], parts);
-    write(job, parts[0]);
     Row* to = job.to;
     open(job.data, -1);
     open(job.to, -1);
+    open(job.memo, -1);
     open(launch.scratch, -1);
     auto publish = [to, mark = launch.mark] { __atomic_store_n(&to->mark, mark, __ATOMIC_RELEASE); };
     if (launch.mark == 0) {
@@ -208,7 +216,7 @@ int cuLaunchKernel(
       across,
       down,
       stream};
-  if (entered <= 0 || deep != 1 || threads != THREADS || across == 0 || across > MOST_BLOCKS || down == 0 ||
+  if (entered <= 0 || deep != 1 || threads != THREADS || across == 0 || across > MOST_PARTS || down == 0 ||
       down > MOST_JOBS) {
     return INVALID;
   }
@@ -252,6 +260,14 @@ void fake_behave(bool marks_are_late, bool captures, bool is_lost) {
       publish();
     }
   }
+}
+
+int64_t fake_blocks_that_read() { // since the last time
+  return std::exchange(blocks_that_read, 0);
+}
+
+void fake_between_blocks(void (*use)()) {
+  between_blocks = use;
 }
 
 void fake_device(

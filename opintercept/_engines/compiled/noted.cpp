@@ -245,7 +245,9 @@ struct NotedCall {
     const Plan& plan = part.plan();
     const Target* target = plan.has_target ? &plan.target : nullptr;
     if (!tensor.is_cpu() && tensor.numel() != 0) {
-      found.known = part.launch.takes(tensor, plan.hashed, target, found.pending);
+      // The key and the value of attention may be a cache, which operators of others write without a new version.
+      const bool lasts = entry.in_table && role < OUTPUT && entry.positions[VALUE] < 0;
+      found.known = part.launch.takes(tensor, plan.hashed, target, found.pending, lasts);
       return found.known;
     }
     found.known =

@@ -19,7 +19,7 @@ namespace opintercept {
 
 // The order of `_core.in_kernel.ROLES`: operands, from OUTPUT on three outputs, and further operands. They are the
 // slots of a record.
-constexpr size_t ROLES = 10, OUTPUT = 4, AFTER_OUTPUTS = OUTPUT + 3;
+constexpr size_t ROLES = 10, VALUE = 3, OUTPUT = 4, AFTER_OUTPUTS = OUTPUT + 3;
 extern const char* const ROLE_NAMES[ROLES];
 
 struct Values {

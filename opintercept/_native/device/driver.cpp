@@ -18,13 +18,17 @@
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <cstring>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <tuple>
 #include <type_traits>
+#include <unordered_map>
 #include <utility>
 
 namespace opintercept::device {
@@ -91,9 +95,46 @@ class Entered {
 
 constexpr size_t MOST_DEVICES = 64, LOT = 1 << 10, MOST_LOTS = 64;
 
+constexpr size_t LEAST_MEMO = 1 << 20, MOST_MEMOS = 1 << 11; // bytes of a tensor, and tensors of a stream
+
+// A tensor that lasts.
+struct Lasting {
+  Version version;
+  Memo* memo;
+};
+
+struct HashOfJob {
+  size_t operator()(const Job& job) const {
+    return std::hash<std::string_view>()({reinterpret_cast<const char*>(&job), sizeof job});
+  }
+};
+struct SameJob {
+  bool operator()(const Job& a, const Job& b) const {
+    return std::memcmp(&a, &b, sizeof a) == 0;
+  }
+};
+
+// What launches on a stream share, since it runs them one after the other.
+struct OfStream {
+  void* scratch = nullptr;
+  std::unordered_map<Job, Lasting, HashOfJob, SameJob> lasting;
+  std::vector<Memo*> free;
+
+  template <typename Which>
+  bool forget(const Which& which) { // returns whether there were any
+    return std::erase_if(lasting, [&](const auto& each) {
+             if (which(each.second)) {
+               free.push_back(each.second.memo);
+               return true;
+             }
+             return false;
+           }) != 0;
+  }
+};
+
 struct Device {
   void *context = nullptr, *function = nullptr;
-  std::map<void*, void*> scratch; // by stream
+  std::map<void*, OfStream> streams;
 };
 
 struct Waiting { // for whom a row is written
@@ -147,6 +188,39 @@ bool have_rows(State& known, size_t count) {
     }
   }
   return known.free.size() >= count;
+}
+
+// With the mutex, in the context of the device: memory on it that is zero; null if there is none.
+void* zeroed(size_t bytes) {
+  uint64_t memory = 0;
+  if (driver.cuMemAlloc_v2(&memory, bytes) != SUCCESS || driver.cuMemsetD8_v2(memory, 0, bytes) != SUCCESS) {
+    return nullptr;
+  }
+  return reinterpret_cast<void*>(memory);
+}
+
+// The same: lets few blocks look at a tensor if it is, for all that is known, as it was before.
+void remember(OfStream& own, const Version& version, Job& job) {
+  auto found = own.lasting.find(job);
+  if (found != own.lasting.end()) {
+    job.is_known = found->second.version == version;
+    found->second.version = version;
+  } else {
+    if (own.free.empty() && !own.forget([](const Lasting& each) { return each.version.storage.expired(); }) &&
+        !own.forget([](const Lasting&) { return true; })) {
+      auto* memos = static_cast<Memo*>(zeroed(MOST_MEMOS * sizeof(Memo)));
+      for (size_t i = 0; memos != nullptr && i < MOST_MEMOS; i++) {
+        own.free.push_back(memos + i);
+      }
+    }
+    if (own.free.empty()) {
+      return;
+    }
+    found = own.lasting.try_emplace(job, Lasting{version, own.free.back()}).first;
+    own.free.pop_back();
+  }
+  job.memo = found->second.memo;
+  job.blocks = job.is_known ? std::min(job.blocks, FEW_BLOCKS) : job.blocks;
 }
 
 bool describe(const at::Tensor& tensor, bool hashed, Job& job, int64_t& repeats) {
@@ -294,7 +368,7 @@ size_t Launch::size() const {
   return wanted.size();
 }
 
-bool Launch::takes(const at::Tensor& tensor, bool hashed, const Target* target, Pending& pending) {
+bool Launch::takes(const at::Tensor& tensor, bool hashed, const Target* target, Pending& pending, bool lasts) {
   State* known = state.load(std::memory_order_acquire);
   if (known == nullptr || tensor.device().type() != type || tensor.numel() == 0 || wanted.size() == MOST_JOBS) {
     return false;
@@ -320,6 +394,11 @@ bool Launch::takes(const at::Tensor& tensor, bool hashed, const Target* target, 
   pending.row = 0;
   pending.mark = 1; // until there is a row
   wanted.push_back(&pending);
+  const auto& counter = tensor.unsafeGetTensorImpl()->version_counter();
+  lasting.emplace_back();
+  if (lasts && tensor.nbytes() >= LEAST_MEMO && counter.enabled()) { // inference tensors count no versions
+    lasting.back() = {tensor.storage().getWeakStorageImpl(), counter.current_version()};
+  }
   return true;
 }
 
@@ -327,7 +406,7 @@ bool Launch::launch(void* scratch, uint64_t mark, void* stream) {
   State& known = *state.load(std::memory_order_acquire);
   int most = 0;
   for (size_t i = 0; i < wanted.size(); i++) {
-    most = std::max(most, jobs->job[i].across * jobs->job[i].down);
+    most = std::max(most, jobs->job[i].blocks);
   }
   void* arguments[] = {jobs.get(), &scratch, &mark};
   return driver.cuLaunchKernel(
@@ -366,22 +445,19 @@ bool Launch::start() {
   uint64_t mark;
   {
     std::lock_guard lock(known.mutex);
-    auto [found, is_new] = own.scratch.try_emplace(stream, nullptr);
-    if (is_new) {
-      uint64_t memory = 0;
-      if (driver.cuMemAlloc_v2(&memory, sizeof(Scratch)) != SUCCESS ||
-          driver.cuMemsetD8_v2(memory, 0, sizeof(Scratch)) != SUCCESS) {
-        own.scratch.erase(found);
-        return false;
-      }
-      found->second = reinterpret_cast<void*>(memory);
+    OfStream& shared = own.streams[stream];
+    if (shared.scratch == nullptr && (shared.scratch = zeroed(sizeof(Scratch))) == nullptr) {
+      return false;
     }
     if (!have_rows(known, wanted.size())) {
       return false;
     }
-    scratch = found->second;
+    scratch = shared.scratch;
     mark = ++known.marks;
     for (size_t i = 0; i < wanted.size(); i++) {
+      if (lasting[i]) {
+        remember(shared, *lasting[i], jobs->job[i]);
+      }
       wanted[i]->row = known.free.back();
       wanted[i]->mark = mark;
       known.free.pop_back();
@@ -394,6 +470,7 @@ bool Launch::start() {
     return true;
   }
   std::lock_guard lock(known.mutex);
+  own.streams[stream].forget([](const Lasting&) { return true; }); // they have not been read
   for (Pending* pending : wanted) {
     known.free.push_back(std::exchange(pending->row, 0));
   }

@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 namespace opintercept::device {
@@ -29,6 +30,16 @@ struct Pending {
   }
 };
 
+// Where a tensor lies, and how often that has been written. The reference keeps the address from another storage.
+struct Version {
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+  uint32_t number;
+
+  bool operator==(const Version& other) const {
+    return storage == other.storage && number == other.number;
+  }
+};
+
 struct Jobs;
 
 // Whether launches can read tensors on a device now: it has the kernel, and captures no graph on its current stream.
@@ -42,8 +53,9 @@ class Launch {
   Launch& operator=(Launch&&) noexcept;
   ~Launch();
 
-  // Whether the kernel can read the tensor, after those that it has taken already. `pending` is set by `start`.
-  bool takes(const at::Tensor& tensor, bool hashed, const Target* target, Pending& pending);
+  // Whether the kernel can read the tensor, after those that it has taken already. `pending` is set by `start`. A tensor
+  // that lasts, such as a weight, is read again only if its memory, its version or a sample of its values is another.
+  bool takes(const at::Tensor& tensor, bool hashed, const Target* target, Pending& pending, bool lasts = false);
   // Begins to read. False if nothing is read, because a CUDA graph is captured, say, or there is no room for more rows.
   bool start();
   // The same into rows on the device, behind each other; the scratch is for as many tensors.
@@ -55,6 +67,7 @@ class Launch {
 
   std::unique_ptr<Jobs> jobs;
   std::vector<Pending*> wanted;
+  std::vector<std::optional<Version>> lasting; // beside them
   c10::Device device{c10::DeviceType::CPU};
 };
 

@@ -92,13 +92,13 @@ PyObject* load_on_device(PyObject*, PyObject* args) {
   return caught([&] { device::load(static_cast<size_t>(ordinal), PyBytes_AS_STRING(code)); });
 }
 
-// read_on_device(tensor, target or None, hashed[, row, scratch]) -> a Reading, or with a row how often each value of it
-// occurs; None if the kernel cannot read the tensor now
+// read_on_device(tensor, target or None, hashed, whether it lasts[, row, scratch]) -> a Reading, or with a row how often
+// each value of it occurs; None if the kernel cannot read the tensor now
 PyObject* read_on_device(PyObject*, PyObject* args) {
   PyObject *value, *limits, *row = nullptr, *scratch = nullptr;
-  int hashed;
+  int hashed, lasts;
   Target target;
-  if (!PyArg_ParseTuple(args, "OOp|OO", &value, &limits, &hashed, &row, &scratch)) {
+  if (!PyArg_ParseTuple(args, "OOpp|OO", &value, &limits, &hashed, &lasts, &row, &scratch)) {
     return nullptr;
   }
   if (limits != Py_None && !PyArg_ParseTuple(limits, "dd", &target.tiny, &target.huge)) {
@@ -114,7 +114,7 @@ PyObject* read_on_device(PyObject*, PyObject* args) {
     reading.hashed = hashed;
     device::Launch launch;
     if (!as_tensor(value, tensor) ||
-        !launch.takes(tensor, hashed, limits == Py_None ? nullptr : &target, reading.pending)) {
+        !launch.takes(tensor, hashed, limits == Py_None ? nullptr : &target, reading.pending, lasts)) {
       Py_RETURN_NONE;
     }
     if (row != nullptr) {
