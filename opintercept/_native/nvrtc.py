@@ -36,11 +36,14 @@ def code_for(architecture: str, cuda: str) -> bytes:
     library = _library(cuda.partition(".")[0])
     source, version = SOURCE.read_bytes(), _version(library)
     known = hashlib.sha256(b"\0".join([source, *map(str.encode, (*OPTIONS, version))])).hexdigest()[:16]
-    path = cache_folder() / f"kernel-{architecture}-{known}.cubin"
+    try:
+        path = cache_folder() / f"kernel-{architecture}-{known}.cubin"
+    except RuntimeError:  # a user without a home compiles in each process
+        return _compiled(library, source, architecture)
     code = _kept(path)
     if code is None:
         code = _compiled(library, source, architecture)
-        with contextlib.suppress(OSError, RuntimeError):  # a machine without a home compiles in each process
+        with contextlib.suppress(OSError):
             _keep(path, code)
     return code
 
@@ -74,6 +77,7 @@ def _candidates(major: str) -> Iterator[str]:
         for folder in folders:
             yield from map(str, sorted(folder.glob(f"*/lib/{name}")))
         yield name  # wherever the loader finds it
+        yield str(Path(sys.prefix, "lib", name))  # conda
 
 
 def _library(major: str) -> ctypes.CDLL:

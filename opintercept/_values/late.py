@@ -162,22 +162,27 @@ ROOM = 1 << 17
 """How many numbers a graph may compute: those of some 10,000 tensors."""
 SPARE = 1 << 10
 """More of them than hooks take at once."""
+SCRATCH = 1 << 17
+"""Bytes for one tensor, see `device/kernel.h:Scratch`."""
+_STREAMS = 4  # that a graph captures
 
 
 class GraphResults:
     """The results of readers that are part of a CUDA graph, which writes them to a table when it is replayed.
 
-    The table is not in the graph's own memory, of which the owner of the graph keeps account. It must live as long.
+    Neither the table nor the scratch is in the graph's own memory, of which the owner of the graph keeps account. They
+    must live as long.
     """
 
-    __slots__ = ("_lates", "_scratch", "_size", "_table", "place")
+    __slots__ = ("_lates", "_scratch", "_size", "_streams", "_table", "place")
 
     def __init__(self, device: torch.device) -> None:
         with torch.inference_mode(False):
             self._table = torch.empty(ROOM, dtype=torch.int64, device=device)
+            self._scratch = torch.zeros(_STREAMS, SCRATCH, dtype=torch.uint8, device=device)
         self.place = place_of(self._table)
         self._lates: list[Late] = []
-        self._scratch: dict[Place, torch.Tensor] = {}
+        self._streams: list[Place] = []
         self._size = 0
 
     def put(self, parts: Sequence[torch.Tensor]) -> Late:
@@ -191,12 +196,13 @@ class GraphResults:
         """Whether another tensor may have no room. Those of which hooks have begun to read parts still have."""
         return self._size > ROOM - SPARE
 
-    def scratch(self, size: int) -> torch.Tensor:
-        """Zeros for launches on the current stream, `uint8[size]`. The graph makes them zero again in each replay."""
+    def scratch(self) -> torch.Tensor | None:
+        """Zeros for launches on the current stream, which leave them zero, `uint8[SCRATCH]`; None for many streams."""
         key = self.place[0], torch.cuda.current_stream(self.place[0])
-        if (known := self._scratch.get(key)) is None:
-            known = self._scratch[key] = torch.zeros(size, dtype=torch.uint8, device=self.place[0])
-        return known
+        if key not in self._streams:
+            self._streams.append(key)
+        number = self._streams.index(key)
+        return self._scratch[number] if number < _STREAMS else None
 
     def end(self) -> None:
         """Let the graph write its table, as the last of what it captures.

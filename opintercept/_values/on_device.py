@@ -25,7 +25,6 @@ DEVICE = "cuda"
 """The type of the devices that the kernel runs on."""
 DRIVER = "libcuda.so.1"
 _ROW = 12  # words, see `device/kernel.h:Row`
-_SCRATCH = 1 << 17  # bytes for one tensor, see `device/kernel.h:Scratch`
 
 ready: dict[int, bool] = {}
 """Whether the kernel is loaded on a device, by its number; none of those that nobody has read from."""
@@ -87,9 +86,9 @@ def read(tensor: torch.Tensor, limits: tuple[float, float] | None, hashed: bool)
         reading = module.read_on_device(tensor, limits, hashed, tensor.is_leaf and tensor.requires_grad)
         if reading is not None:
             return Launched(reading), _found
-    else:
+    elif (scratch := graph.scratch()) is not None:
         row = torch.empty(_ROW, dtype=torch.int64, device=tensor.device)
-        repeats = module.read_on_device(tensor, limits, hashed, False, row, graph.scratch(_SCRATCH))
+        repeats = module.read_on_device(tensor, limits, hashed, False, row, scratch)
         if repeats is not None:
             return graph.put([row]), partial(_of_row, repeats)
     unread[f"{str(tensor.dtype).removeprefix('torch.')}, {type(tensor).__name__}"] += 1
@@ -116,6 +115,8 @@ def _load(device: torch.device, number: int) -> bool:
     try:
         if module is None:
             raise RuntimeError("there are no compiled kernels; `opintercept build` builds them")
+        if torch.version.hip is not None:
+            raise RuntimeError("the kernel runs on CUDA, and this torch is built for ROCm")
         code = nvrtc.code_for(architecture_of(device), torch.version.cuda or "")
         if not _is_set_up:
             module.set_up_device(DRIVER, DEVICE)
@@ -123,7 +124,7 @@ def _load(device: torch.device, number: int) -> bool:
         module.load_on_device(number, code)
     except Exception as error:  # whatever a driver, a compiler or a file system is not ready for
         reason = str(error)
-        level = logging.INFO if module is None else logging.WARNING
+        level = logging.INFO if module is None or torch.version.hip else logging.WARNING
         logging.getLogger("opintercept").log(level, "opintercept: values on devices are %s", told())
         return False
     return True

@@ -28,7 +28,8 @@ HOOKS: dict[str, Callable[[], Made]] = {
 def program(device: str, make: Callable[[], Made]) -> tuple[Any, list[int]]:
     """What a hook finds in seven calls, before some of which the weight changes, and the calls that read it."""
     torch.manual_seed(0)
-    layer, x = nn.Linear(1024, 512, bias=False).to(device), torch.randn(4, 1024).to(device)
+    layer, x = nn.Linear(1024, 600, bias=False).to(device), torch.randn(4, 1024).to(device)
+    square = torch.randn(800, 800).to(device)
     hook, found = make()
     blocks = []
     with intercept(hook, engine="compiled"):
@@ -40,6 +41,8 @@ def program(device: str, make: Callable[[], Made]) -> tuple[Any, list[int]]:
             fake_cuda.driver().fake_blocks_that_read()
             layer(x)
             blocks.append(fake_cuda.driver().fake_blocks_that_read())
+        for _ in range(3):
+            square @ square  # one launch reads it twice
     return plain(found(hook)), [call for call, count in enumerate(blocks) if count > 8]  # x and the output have few
 
 

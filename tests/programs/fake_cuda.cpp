@@ -28,6 +28,7 @@ std::recursive_mutex mutex;
 std::map<std::string, int64_t> counts, failures; // of functions, and how many of the next calls fail
 std::vector<std::pair<void*, std::function<void()>>> late; // marks by stream
 bool is_late = false, capturing = false, lost = false;
+std::map<void*, std::vector<std::function<void()>>> behind; // what streams have still to do before the next launch
 std::mt19937 order;
 thread_local int entered = 0; // each thread has contexts of its own
 // Of the device that this is the driver of, if it is not the host: lets the host read memory, or no longer; says whether a
@@ -154,9 +155,20 @@ int cuMemAlloc_v2(uint64_t* memory, size_t bytes) {
   return SUCCESS;
 }
 
-int cuMemsetD8_v2(uint64_t memory, unsigned char byte, size_t bytes) {
-  std::memset(reinterpret_cast<void*>(memory), byte, bytes);
-  return asked("cuMemsetD8") ? SUCCESS : INVALID;
+int cuMemFree_v2(uint64_t memory) {
+  std::free(reinterpret_cast<void*>(memory));
+  return asked("cuMemFree") ? SUCCESS : INVALID;
+}
+
+int cuMemsetD8Async(uint64_t memory, unsigned char byte, size_t bytes, void* stream) {
+  std::lock_guard lock(mutex);
+  if (!asked("cuMemsetD8")) {
+    return INVALID;
+  }
+  auto* to = reinterpret_cast<void*>(memory);
+  std::memset(to, ~byte, bytes);
+  behind[stream].emplace_back([=] { std::memset(to, byte, bytes); }); // when the stream comes to it
+  return SUCCESS;
 }
 
 int cuMemHostAlloc(void** memory, size_t bytes, unsigned) {
@@ -170,6 +182,11 @@ int cuMemHostAlloc(void** memory, size_t bytes, unsigned) {
 int cuStreamIsCapturing(void* stream, int* status) {
   *status = capturing || (captures != nullptr && captures(stream));
   return asked("cuStreamIsCapturing") ? SUCCESS : INVALID;
+}
+
+int cuStreamGetId(void* stream, uint64_t* id) {
+  *id = reinterpret_cast<uint64_t>(stream) + 7;
+  return asked("cuStreamGetId") ? SUCCESS : INVALID;
 }
 
 int cuStreamQuery(void* stream) {
@@ -208,6 +225,9 @@ int cuLaunchKernel(
   launches = true;
   if (!asked("cuLaunchKernel") || lost) {
     return LAUNCH_FAILED;
+  }
+  for (const auto& each : std::exchange(behind[stream], {})) {
+    each();
   }
   Launched launch{
       *static_cast<Jobs*>(arguments[0]),

@@ -49,9 +49,11 @@ struct Driver {
   Result (*cuModuleLoadData)(void**, const void*);
   Result (*cuModuleGetFunction)(void**, void*, const char*);
   Result (*cuMemAlloc_v2)(uint64_t*, size_t);
-  Result (*cuMemsetD8_v2)(uint64_t, unsigned char, size_t);
+  Result (*cuMemFree_v2)(uint64_t);
+  Result (*cuMemsetD8Async)(uint64_t, unsigned char, size_t, void*);
   Result (*cuMemHostAlloc)(void**, size_t, unsigned);
   Result (*cuStreamIsCapturing)(void*, int*);
+  Result (*cuStreamGetId)(void*, uint64_t*);
   Result (*cuStreamQuery)(void*);
   Result (*cuThreadExchangeStreamCaptureMode)(int*);
   Result (*cuGetErrorString)(Result, const char**);
@@ -95,7 +97,7 @@ class Entered {
 
 constexpr size_t MOST_DEVICES = 64, LOT = 1 << 10, MOST_LOTS = 64;
 
-constexpr size_t LEAST_MEMO = 1 << 20, MOST_MEMOS = 1 << 11; // bytes of a tensor, and tensors of a stream
+constexpr size_t LEAST_MEMO = 1 << 21, MOST_MEMOS = 1 << 11; // bytes of a tensor, and tensors of a stream
 
 // A tensor that lasts.
 struct Lasting {
@@ -116,25 +118,29 @@ struct SameJob {
 
 // What launches on a stream share, since it runs them one after the other.
 struct OfStream {
+  std::mutex mutex; // held until a launch is behind the one before it
   void* scratch = nullptr;
   std::unordered_map<Job, Lasting, HashOfJob, SameJob> lasting;
   std::vector<Memo*> free;
 
   template <typename Which>
-  bool forget(const Which& which) { // returns whether there were any
-    return std::erase_if(lasting, [&](const auto& each) {
-             if (which(each.second)) {
-               free.push_back(each.second.memo);
-               return true;
-             }
-             return false;
-           }) != 0;
+  void forget(const Which& which) {
+    std::erase_if(lasting, [&](const auto& each) {
+      const bool goes = which(each.second);
+      if (goes) {
+        free.push_back(each.second.memo);
+      }
+      return goes;
+    });
+  }
+  void forget_all() {
+    forget([](const Lasting&) { return true; });
   }
 };
 
 struct Device {
   void *context = nullptr, *function = nullptr;
-  std::map<void*, OfStream> streams;
+  std::map<uint64_t, OfStream> streams; // by what CUDA gives no other stream
 };
 
 struct Waiting { // for whom a row is written
@@ -190,34 +196,51 @@ bool have_rows(State& known, size_t count) {
   return known.free.size() >= count;
 }
 
-// With the mutex, in the context of the device: memory on it that is zero; null if there is none.
-void* zeroed(size_t bytes) {
+// In the context of a device: memory on it that is zero for what follows on a stream; null if there is none.
+void* zeroed(size_t bytes, void* stream) {
   uint64_t memory = 0;
-  if (driver.cuMemAlloc_v2(&memory, bytes) != SUCCESS || driver.cuMemsetD8_v2(memory, 0, bytes) != SUCCESS) {
+  if (driver.cuMemAlloc_v2(&memory, bytes) != SUCCESS) {
+    return nullptr;
+  }
+  if (driver.cuMemsetD8Async(memory, 0, bytes, stream) != SUCCESS) {
+    driver.cuMemFree_v2(memory);
     return nullptr;
   }
   return reinterpret_cast<void*>(memory);
 }
 
-// The same: lets few blocks look at a tensor if it is, for all that is known, as it was before.
-void remember(OfStream& own, const Version& version, Job& job) {
+// In the context of a device: makes room for the memos of a launch, of tensors that are gone first.
+void make_room(OfStream& own, void* stream) {
+  if (own.free.empty() && own.lasting.empty()) {
+    auto* memos = static_cast<Memo*>(zeroed(MOST_MEMOS * sizeof(Memo), stream));
+    for (size_t i = 0; memos != nullptr && i < MOST_MEMOS; i++) {
+      own.free.push_back(memos + i);
+    }
+  }
+  if (own.free.size() < MOST_JOBS) {
+    own.forget([](const Lasting& each) { return each.version.storage.expired(); });
+  }
+  if (own.free.size() < MOST_JOBS) {
+    own.forget_all();
+  }
+}
+
+// Lets few blocks look at a tensor if it is, for all that is known, as it was before.
+void remember(OfStream& own, const Version& version, Jobs& jobs, size_t number) {
+  Job& job = jobs.job[number];
   auto found = own.lasting.find(job);
   if (found != own.lasting.end()) {
+    const Memo* memo = found->second.memo;
+    if (std::any_of(jobs.job, jobs.job + number, [&](const Job& earlier) { return earlier.memo == memo; })) {
+      return; // twice in one launch, which would write and read the memo at the same time
+    }
     job.is_known = found->second.version == version;
     found->second.version = version;
-  } else {
-    if (own.free.empty() && !own.forget([](const Lasting& each) { return each.version.storage.expired(); }) &&
-        !own.forget([](const Lasting&) { return true; })) {
-      auto* memos = static_cast<Memo*>(zeroed(MOST_MEMOS * sizeof(Memo)));
-      for (size_t i = 0; memos != nullptr && i < MOST_MEMOS; i++) {
-        own.free.push_back(memos + i);
-      }
-    }
-    if (own.free.empty()) {
-      return;
-    }
+  } else if (!own.free.empty()) {
     found = own.lasting.try_emplace(job, Lasting{version, own.free.back()}).first;
     own.free.pop_back();
+  } else {
+    return;
   }
   job.memo = found->second.memo;
   job.blocks = job.is_known ? std::min(job.blocks, FEW_BLOCKS) : job.blocks;
@@ -396,7 +419,8 @@ bool Launch::takes(const at::Tensor& tensor, bool hashed, const Target* target, 
   wanted.push_back(&pending);
   const auto& counter = tensor.unsafeGetTensorImpl()->version_counter();
   lasting.emplace_back();
-  if (lasts && tensor.nbytes() >= LEAST_MEMO && counter.enabled()) { // inference tensors count no versions
+  // Of an expanded tensor each value is read once; inference tensors count no versions.
+  if (lasts && job.height * job.width * tensor.itemsize() >= LEAST_MEMO && counter.enabled()) {
     lasting.back() = {tensor.storage().getWeakStorageImpl(), counter.current_version()};
   }
   return true;
@@ -441,36 +465,47 @@ bool Launch::start() {
   if (driver.cuStreamIsCapturing(stream, &capturing) != SUCCESS || capturing != 0) {
     return false;
   }
-  void* scratch;
-  uint64_t mark;
+  uint64_t id = 0, mark;
+  if (driver.cuStreamGetId(stream, &id) != SUCCESS) {
+    return false;
+  }
+  OfStream* shared;
   {
     std::lock_guard lock(known.mutex);
-    OfStream& shared = own.streams[stream];
-    if (shared.scratch == nullptr && (shared.scratch = zeroed(sizeof(Scratch))) == nullptr) {
-      return false;
-    }
+    shared = &own.streams[id];
+  }
+  std::lock_guard in_order(shared->mutex);
+  if (shared->scratch == nullptr && (shared->scratch = zeroed(sizeof(Scratch), stream)) == nullptr) {
+    return false;
+  }
+  {
+    std::lock_guard lock(known.mutex);
     if (!have_rows(known, wanted.size())) {
       return false;
     }
-    scratch = shared.scratch;
     mark = ++known.marks;
-    for (size_t i = 0; i < wanted.size(); i++) {
-      if (lasting[i]) {
-        remember(shared, *lasting[i], jobs->job[i]);
-      }
-      wanted[i]->row = known.free.back();
-      wanted[i]->mark = mark;
+    for (Pending* pending : wanted) {
+      pending->row = known.free.back();
+      pending->mark = mark;
       known.free.pop_back();
-      known.waiting[wanted[i]->row] = {stream, number_of(device)};
-      known.owners[wanted[i]->row] = 1;
-      jobs->job[i].to = &known.row(wanted[i]->row);
+      known.waiting[pending->row] = {stream, number_of(device)};
+      known.owners[pending->row] = 1;
     }
   }
-  if (launch(scratch, mark, stream)) {
+  if (std::any_of(lasting.begin(), lasting.end(), [](const auto& each) { return each.has_value(); })) {
+    make_room(*shared, stream);
+  }
+  for (size_t i = 0; i < wanted.size(); i++) {
+    if (lasting[i]) {
+      remember(*shared, *lasting[i], *jobs, i);
+    }
+    jobs->job[i].to = &known.row(wanted[i]->row);
+  }
+  if (launch(shared->scratch, mark, stream)) {
     return true;
   }
+  shared->forget_all(); // they have not been read
   std::lock_guard lock(known.mutex);
-  own.streams[stream].forget([](const Lasting&) { return true; }); // they have not been read
   for (Pending* pending : wanted) {
     known.free.push_back(std::exchange(pending->row, 0));
   }
@@ -482,6 +517,22 @@ bool has_arrived(const Pending& pending) {
   return pending.row == 0 || known == nullptr || is_written(*known, pending);
 }
 
+// A device that has failed writes no more rows.
+static bool has_failed(State& known, const Pending& pending) {
+  Waiting by;
+  {
+    std::lock_guard lock(known.mutex);
+    by = known.waiting[pending.row];
+  }
+  Entered entered(known.devices[by.ordinal].context);
+  int capturing = 0;
+  if (driver.cuStreamIsCapturing(by.stream, &capturing) != SUCCESS) {
+    return true;
+  }
+  // To ask a stream that is captured by now would end the capture.
+  return capturing == 0 && driver.cuStreamQuery(by.stream) != NOT_READY && !is_written(known, pending);
+}
+
 bool wait_for(Pending& pending, Sums& sums, uint64_t& hash) {
   State* known = state.load(std::memory_order_acquire);
   if (pending.row == 0 || known == nullptr) { // as in a forked child
@@ -489,25 +540,20 @@ bool wait_for(Pending& pending, Sums& sums, uint64_t& hash) {
     return false;
   }
   using Clock = std::chrono::steady_clock;
-  auto next = Clock::now() + std::chrono::microseconds(200);
+  auto asked = Clock::now();
+  auto patience = std::chrono::microseconds(200);
   while (!is_written(*known, pending)) {
-    std::this_thread::yield();
-    if (Clock::now() < next) {
+    if (Clock::now() - asked < patience) {
+      std::this_thread::yield();
       continue;
     }
-    // A device that has failed writes no more rows.
-    Waiting by;
-    {
-      std::lock_guard lock(known->mutex);
-      by = known->waiting[pending.row];
-    }
-    Entered entered(known->devices[by.ordinal].context);
-    if (driver.cuStreamQuery(by.stream) != NOT_READY && !is_written(*known, pending)) {
+    if (has_failed(*known, pending)) {
       pending = {}; // and the row is not used again
       return false;
     }
-    std::this_thread::sleep_for(std::chrono::microseconds(50));
-    next = Clock::now() + std::chrono::milliseconds(1);
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+    asked = Clock::now();
+    patience = std::chrono::microseconds(20);
   }
   const Row& row = known->row(pending.row);
   const auto times = pending.repeats;
@@ -568,9 +614,11 @@ void set_up(const char* library, const char* device_type) {
   FIND(cuModuleLoadData);
   FIND(cuModuleGetFunction);
   FIND(cuMemAlloc_v2);
-  FIND(cuMemsetD8_v2);
+  FIND(cuMemFree_v2);
+  FIND(cuMemsetD8Async);
   FIND(cuMemHostAlloc);
   FIND(cuStreamIsCapturing);
+  FIND(cuStreamGetId);
   FIND(cuStreamQuery);
   FIND(cuThreadExchangeStreamCaptureMode);
   FIND(cuGetErrorString);

@@ -16,8 +16,8 @@ constexpr int MOST_PARTS = 1024; // of a tensor, which are read by themselves
 constexpr int MOST_JOBS = 10; // tensors that one launch reads
 constexpr int DEEPEST = 6; // dimensions of the rows
 constexpr int ROWS_EACH = 8; // that a thread reads before another block is worth its start
-constexpr int SAMPLED = 2048; // values of a tensor that says what it said before
-constexpr int FEW_BLOCKS = 128; // that look whether it does
+constexpr int SAMPLED = 1024; // values of a tensor that says what it said before
+constexpr int FEW_BLOCKS = 64; // that look whether it does
 constexpr Word BLOCK = 1 << 16, PIECE = 1 << 18; // as in `_values.hash`
 
 enum Kind : int {

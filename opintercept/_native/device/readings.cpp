@@ -6,19 +6,19 @@
 #include "../values.h"
 #include "driver.h"
 
-#include <cmath>
+#include <atomic>
+#include <mutex>
 #include <stdexcept>
-#include <string>
-#include <utility>
-#include <vector>
 
 namespace {
 
 using namespace opintercept;
 
 struct Reading {
+  std::mutex mutex; // of whoever waits first
   device::Pending pending;
-  bool is_read = false, is_known = false, hashed = false;
+  std::atomic<bool> is_read = false;
+  bool is_known = false, hashed = false;
   Sums sums;
   uint64_t hash = 0;
 
@@ -29,24 +29,24 @@ struct Reading {
 
 // has_arrived() -> whether `found` does not wait
 PyObject* has_arrived(PyObject* self, PyObject*) {
-  const Reading& reading = *Wrapped<Reading>::of(self);
-  return PyBool_FromLong(reading.is_read || device::has_arrived(reading.pending));
+  Reading& reading = *Wrapped<Reading>::of(self);
+  std::unique_lock alone(reading.mutex, std::try_to_lock); // not while another thread waits
+  return PyBool_FromLong(reading.is_read || (alone && device::has_arrived(reading.pending)));
 }
 
 // found() -> as `values.read`; None if the device has failed
 PyObject* found(PyObject* self, PyObject*) {
   Reading& reading = *Wrapped<Reading>::of(self);
   if (!reading.is_read) {
-    device::Pending pending = std::exchange(reading.pending, {}); // another thread may ask meanwhile
-    Sums sums;
-    uint64_t hash = 0;
     PyThreadState* state = PyEval_SaveThread();
-    const bool is_known = device::wait_for(pending, sums, hash);
+    {
+      std::lock_guard alone(reading.mutex);
+      if (!reading.is_read) {
+        reading.is_known = device::wait_for(reading.pending, reading.sums, reading.hash);
+        reading.is_read = true;
+      }
+    }
     PyEval_RestoreThread(state);
-    reading.is_known = is_known;
-    reading.sums = sums;
-    reading.hash = hash;
-    reading.is_read = true;
   }
   if (!reading.is_known) {
     Py_RETURN_NONE;
@@ -61,11 +61,24 @@ PyMethodDef methods_of_reading[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
-// Runs `use`; what it throws becomes a RuntimeError.
+// Runs `use` without the interpreter's lock, since a driver may wait for a device, and that for another thread of Python.
+template <typename Use>
+auto unlocked(const Use& use) {
+  PyThreadState* state = PyEval_SaveThread();
+  struct Restores {
+    PyThreadState* state;
+    ~Restores() {
+      PyEval_RestoreThread(state);
+    }
+  } restores{state};
+  return use();
+}
+
+// What `use` throws becomes a RuntimeError.
 template <typename Use>
 PyObject* caught(const Use& use) {
   try {
-    use();
+    unlocked(use);
     Py_RETURN_NONE;
   } catch (const std::exception& exception) {
     PyErr_SetString(PyExc_RuntimeError, exception.what());
@@ -118,12 +131,13 @@ PyObject* read_on_device(PyObject*, PyObject* args) {
       Py_RETURN_NONE;
     }
     if (row != nullptr) {
-      if (!launch.start(unpacked(row).mutable_data_ptr(), unpacked(scratch).mutable_data_ptr())) {
+      void *rows = unpacked(row).mutable_data_ptr(), *shared = unpacked(scratch).mutable_data_ptr();
+      if (!unlocked([&] { return launch.start(rows, shared); })) {
         Py_RETURN_NONE;
       }
       return PyLong_FromLongLong(reading.pending.repeats);
     }
-    if (!launch.start()) {
+    if (!unlocked([&] { return launch.start(); })) {
       Py_RETURN_NONE;
     }
     return made.release();
