@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from opintercept._ops.scratch import UNREAD, torchs_name
+from opintercept._ops.scratch import COMMUNICATION, UNREAD, torchs_name
 
 _NAMED = {
     "norm": (
@@ -68,9 +68,14 @@ def belongs(name: str, overload: Callable[[], Any], family: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def makes_values(func: Any) -> bool:
-    """Whether what an overload or a function returns are values of its own: no view, and no uninitialised memory."""
+    """Whether what an overload or a function returns are values of its own, which are there when it returns.
+
+    Those of views are not its own, and uninitialised memory has none.
+    """
     schema = getattr(func, "_schema", None)
-    return schema is None or not (torchs_name(schema.name) in UNREAD or is_view(func))
+    if schema is None:
+        return True
+    return not (torchs_name(schema.name) in UNREAD or schema.name.startswith(COMMUNICATION) or is_view(func))
 
 
 def is_view(overload: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Tensors that are not read: uninitialised ones, what a kernel keeps for its backward kernel, and views of others.
+"""Tensors that are not read: uninitialised ones, views, what is still being sent, and what serves a backward kernel.
 
 Must not import torch.
 """
@@ -25,6 +25,9 @@ VIEWS = frozenset(_VIEWS.split())
 """Torch's operators that return memory which they were given."""
 UNREAD = VIEWS | UNWRITTEN
 """All of these: a run has no values of their calls."""
+
+COMMUNICATION = ("c10d::", "_c10d_functional")
+"""How the names of operators begin that send and receive, and return before they have."""
 
 _OVERWRITES = (
     "bernoulli_ cauchy_ copy_ exponential_ fill_ geometric_ log_normal_ normal_ random_ uniform_ zero_ _foreach_copy_"

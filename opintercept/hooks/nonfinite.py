@@ -32,6 +32,7 @@ from opintercept._kit.findings import CallFinding as CallFinding
 from opintercept._kit.per_call import PerCall
 from opintercept._kit.repro import try_to_save
 from opintercept._native import values as native
+from opintercept._ops.families import makes_values
 from opintercept._ops.scratch import (
     FOR_PROGRAM,
     MASKS_LATER,
@@ -88,7 +89,7 @@ def _kind(call: OpCall) -> _OperatorTraits:
         schema = getattr(func, "_schema", None)
         name = torchs_name(call.op)
         scales = name in _SCALERS
-        makes = not getattr(func, "is_view", False) and name not in UNWRITTEN and not scales
+        makes = makes_values(func) and name not in UNWRITTEN and not scales
         writes = schema is None or name in UPDATES or any(a.alias_info is not None for a in schema.arguments)
         known = _kinds[id(func)] = _OperatorTraits(
             func, makes, makes and writes, row_of(func).family == "other", scales

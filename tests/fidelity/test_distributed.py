@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from nets import Model
 from processes import run_ranks
 from products import Products
 from threads import run_threads
-from torch import nn
+from torch import distributed, nn
 from torch.utils.data import DataLoader
 
 from opintercept import hooks, intercept
 from opintercept._engines import kernels
+from opintercept.runs import RunRecorder, open_run
 
 pytestmark = pytest.mark.slow
 
@@ -112,6 +114,28 @@ def test_threads_all_sees_replicas_in_threads_under_the_names_of_the_model() -> 
     assert [r.op for r in backward] == [r.op for r in current.records]
     assert len(backward) == 4 * 13
     assert {r.phase for r in current.records} == {"backward"}
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+    with intercept(()):
+        pass  # gloo's threads have ended, so the kernels can be removed
+
+
+@pytest.mark.parametrize("engine", ["kernel", "compiled", "mode"])
+def test_what_is_still_being_sent_is_not_read(engine: Any, one_rank: None, tmp_path: Path) -> None:
+    """An operator that sends returns before anything has come: what is in the memory is nobody's result."""
+    memory = torch.full((4,), torch.nan)
+    check, stats, recorder = hooks.NonFinite(), hooks.Stats(), RunRecorder(tmp_path / "run", "stats")
+    with intercept([check, stats, recorder], ops="all", engine=engine):
+        for _ in range(3):
+            distributed.all_reduce(memory)
+    calls = [call for call in open_run(tmp_path / "run").calls() if call.record.op == "c10d::allreduce_"]
+    assert [call.values for call in calls] == [{}] * 3
+    assert stats.rows() == []
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

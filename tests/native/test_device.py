@@ -168,7 +168,10 @@ WRITINGS: dict[str, Any] = {
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_weight_is_read_again_only_when_it_has_changed(writing: str, dtype: torch.dtype, turned: bool) -> None:
     weight = torch.nn.Parameter(torch.randn(1100, 1000, dtype=dtype))
-    given = (lambda: weight.mT) if turned else lambda: weight
+
+    def given() -> Tensor:
+        return weight.mT if turned else weight
+
     assert [is_read(given()) for _ in range(3)] == [True, False, False]
     with torch.no_grad():
         WRITINGS[writing](weight)

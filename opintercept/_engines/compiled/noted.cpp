@@ -38,7 +38,7 @@ struct Entry {
   std::vector<std::pair<size_t, int>> others;
   std::vector<size_t> written, overwritten; // the arguments that it writes to, and those of them that it reads before
   bool opaque = false; // then each call becomes a row, to be counted
-  bool unread = false; // whether its outputs are views of what was read before, or memory that nobody has written
+  bool unread = false; // whether it makes no values, as `_ops.families.makes_values` says
   bool in_table = true; // and not one of those that `ops="all"` adds
   PyObject* row = nullptr;
   PyObject* hidden_scope = nullptr; // the watch owns it, and the scope the watch
@@ -618,6 +618,9 @@ bool is_view(const NotedCall& call, const c10::IValue& output) {
 }
 
 bool is_finite_after(const NotedCall& call, const c10::IValue* outputs, size_t count) {
+  if (call.entry.unread) {
+    return true;
+  }
   FiniteLook look;
   if (call.writes()) { // what it returns are the tensors that it has written to, or its own
     for (size_t place : call.entry.written) {
@@ -625,8 +628,6 @@ bool is_finite_after(const NotedCall& call, const c10::IValue* outputs, size_t c
         return false;
       }
     }
-  } else if (call.entry.unread) {
-    return true;
   }
   auto is_taken = [&](const c10::IValue& output) { return is_view(call, output) || look.take(output); };
   return std::all_of(outputs, outputs + count, is_taken) && look.are_finite();

@@ -310,7 +310,7 @@ def _read(stored: StoredCall) -> Step | None:
         outputs=outputs,
         written=frozenset(place for place, name in places if name in written),
         reads=frozenset(place for place, name in places if name not in ignored),
-        computes=overload is None or makes_values(overload),
+        computes=overload is None or makes_values(overload) or stored.record.op.startswith(scratch.COMMUNICATION),
         refused=called is None and not is_random,
         is_random=is_random,
     )
