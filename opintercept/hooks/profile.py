@@ -45,6 +45,8 @@ class ProfileRow:
         flops: Their floating-point operations; None if there is no formula for the operator.
         bytes: Bytes of their operands and outputs; None if a layout has no plain size.
         seconds: Their time: on a CPU the host's, on CUDA the device's.
+        idle: How many of the calls found a CUDA device without work. Of these, the time includes what the host takes to
+            launch their kernels, so that it is an upper bound.
     """
 
     module: str | None
@@ -58,6 +60,7 @@ class ProfileRow:
     flops: int | None
     bytes: int | None
     seconds: float
+    idle: int = 0
 
     @property
     def flops_per_second(self) -> float | None:
@@ -73,9 +76,9 @@ class ProfileRow:
 _Key = tuple[str | None, str, str, str, str, str | None, str]
 # Shape, dtype, precision, FLOP and bytes, which are the same for calls that look alike.
 _Learned = tuple[str, str, str, int | None, int | None]
-# Calls, FLOP, bytes and seconds of a row. It is replaced as a whole, so that an interrupt cannot add half a call.
-_Sum = tuple[int, int | None, int | None, float]
-_NOTHING: _Sum = (0, 0, 0, 0.0)
+# Calls, FLOP, bytes, seconds and idle of a row. It is replaced as a whole, so that an interrupt cannot add half a call.
+_Sum = tuple[int, int | None, int | None, float, int]
+_NOTHING: _Sum = (0, 0, 0, 0.0, 0)
 
 
 class _Pending(NamedTuple):
@@ -84,6 +87,7 @@ class _Pending(NamedTuple):
     key: _Key
     flops: int | None
     bytes: int | None
+    idle: bool
     started: Any
     ended: Any
 
@@ -92,7 +96,9 @@ class Profile(Copyable, Table):
     """Adds up calls, work, bytes and time by module, operator, GEMM shape, dtype and phase.
 
     On a CPU, Profile measures host time. On CUDA it measures the time between two events on the stream, which it
-    reads when you read the profile, so that no call waits for the device. `str(profile)` is a table.
+    reads when you read the profile, so that no call waits for the device. On a device that has nothing else to do, a
+    small product takes less than that, since the device waits for the host in between: `ProfileRow.idle` counts such
+    calls, and the table has `<=` before their time. `str(profile)` is a table.
 
     Example:
         >>> import torch
@@ -115,7 +121,7 @@ class Profile(Copyable, Table):
         self._sums: dict[_Key, _Sum] = {}
         # Reentrant, since a signal handler or a finalizer may call the hook from anywhere in the same thread.
         self._lock = threading.RLock()
-        self._started: PerCall[Any] = PerCall()  # the first event of each call on CUDA
+        self._started: PerCall[tuple[bool, Any]] = PerCall()  # on CUDA: whether it was idle, and an event
         self._pending: deque[_Pending] = deque()
         self._pool: list[Any] = []
 
@@ -123,7 +129,8 @@ class Profile(Copyable, Table):
         """Record the first event of a call on CUDA."""
         lhs = call.operand("lhs")
         if lhs is not None and lhs.is_cuda and not torch.cuda.is_current_stream_capturing():
-            self._started.put(call, self._event())
+            idle = torch.cuda.current_stream(lhs.device).query()
+            self._started.put(call, (idle, self._event()))
 
     def post(self, call: OpCall) -> None:
         """Add the call."""
@@ -136,7 +143,8 @@ class Profile(Copyable, Table):
             self._add(key, flops, size, call.elapsed or 0.0)
         else:
             self._sums.setdefault(key, _NOTHING)  # keeps the rows in the order of the calls
-            pending = _Pending(key, flops, size, started, self._event())
+            idle, first = started
+            pending = _Pending(key, flops, size, idle, first, self._event())
             self._pending.append(pending)
 
     def work(self) -> Work:
@@ -154,17 +162,18 @@ class Profile(Copyable, Table):
         key = (note.call_site.module, note.summary.op, shape, dtype, note.phase, note.autocast_name, precision)
         self._add(key, flops, size, note.elapsed or 0.0)
 
-    def _add(self, key: _Key, flops: int | None, size: int | None, seconds: float) -> None:
+    def _add(self, key: _Key, flops: int | None, size: int | None, seconds: float, idle: bool = False) -> None:
         with self._lock:
             if key not in self._sums:
                 self._sums[key] = _NOTHING
             # No function is called from here on, so no signal handler can add to the row in between.
-            calls, all_flops, all_bytes, all_seconds = self._sums[key]
+            calls, all_flops, all_bytes, all_seconds, all_idle = self._sums[key]
             self._sums[key] = (
                 calls + 1,
                 None if flops is None or all_flops is None else all_flops + flops,
                 None if size is None or all_bytes is None else all_bytes + size,
                 all_seconds + seconds,
+                all_idle + idle,
             )
 
     def error(self, call: OpCall, exception: BaseException) -> None:
@@ -187,7 +196,7 @@ class Profile(Copyable, Table):
                 return
             pending.ended.synchronize()
             seconds = pending.started.elapsed_time(pending.ended) / 1e3
-            self._add(pending.key, pending.flops, pending.bytes, seconds)
+            self._add(pending.key, pending.flops, pending.bytes, seconds, pending.idle)
             self._pool += (pending.started, pending.ended)
 
     def _held(self) -> str:
@@ -227,6 +236,7 @@ class Profile(Copyable, Table):
                 flops=sum(row.flops or 0 for row in rows),
                 bytes=sum(row.bytes or 0 for row in rows),
                 seconds=sum(row.seconds for row in rows),
+                idle=sum(row.idle for row in rows),
             )
             for name, rows in groups.items()
         }
@@ -279,9 +289,9 @@ class Profile(Copyable, Table):
                 str(row.calls),
                 number(row.flops, 1e6),
                 number(row.bytes, 1e6),
-                number(row.seconds, 1e-3),
+                "<=" * bool(row.idle) + number(row.seconds, 1e-3),
                 f"{row.seconds / total:.1%}",
-                rate_text(row.flops, row.bytes, row.seconds),
+                ">=" * bool(row.idle) + rate_text(row.flops, row.bytes, row.seconds),
                 number(row.intensity, 1),
             ]
             for row in rows

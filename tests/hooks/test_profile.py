@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -201,6 +202,23 @@ def test_a_failing_call_leaves_no_event_behind() -> None:
         torch.mm(torch.ones(2, 3), torch.ones(2, 3))
     assert profile.rows() == []
     assert not len(profile._started)
+
+
+def test_time_of_a_device_that_waits_for_the_host_is_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    idle = iter([True, False, False])
+    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None, elapsed_time=lambda _: 2.0)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(query=lambda: next(idle)))
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
+    profile, a, b = hooks.Profile(), torch.ones(2, 2), torch.ones(3, 3)
+    with intercept(profile):
+        a @ a, a @ a, b @ b
+        lines = str(profile).splitlines()
+    assert [(row.calls, row.idle, row.seconds) for row in profile.rows()] == [(2, 1, 0.004), (1, 0, 0.002)]
+    assert profile.by_phase()["forward"].idle == 1
+    assert ["<=4.00" in line for line in lines] == [False, True, False]
+    assert [">=" in line for line in lines] == [False, True, False]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
