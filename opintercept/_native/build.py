@@ -124,11 +124,13 @@ def cache_folder() -> Path:
 def library_name() -> str:
     """A name that stands for everything a library depends on, so that any process can use a file with this name.
 
-    Environments with the same torch share a library, and so do the releases of a Python such as 3.13: the frames that
-    `stack.cpp` reads stay as they are from the first one on. It does not matter which compiler made it.
+    Environments with the same torch share a library. So do the builds of one commit for the CPU and for any CUDA, whose
+    headers are the same, and the releases of a Python such as 3.13: the frames that `stack.cpp` reads stay as they are
+    from the first one on. It does not matter which compiler made it.
     """
     import sysconfig  # here and below: most programs only look for the library, and these take milliseconds
 
+    version = torch.__version__.partition("+")[0]
     known = hashlib.sha256()
     for source in (*SOURCES, *HEADERS):
         known.update(source.name.encode() + b"\0" + hashlib.sha256(source.read_bytes()).digest())
@@ -136,15 +138,16 @@ def library_name() -> str:
         *COMPILE,
         *LINK,
         *(flag for name in SETS for flag in _flags_of(name)),
-        torch.__version__,
+        version,
         torch.version.git_version,
+        torch.version.hip,
         torch.compiled_with_cxx11_abi(),
         *(sys.version_info[:2] if sys.version_info.releaselevel == "final" else sys.version_info),
         sysconfig.get_config_var("SOABI"),
         platform.machine(),
     ):
         known.update(f"{part}\0".encode(errors="surrogateescape"))
-    readable = re.sub(r"[^\w.+]", "_", f"torch{torch.__version__}-{sys.implementation.cache_tag}")
+    readable = re.sub(r"[^\w.+]", "_", f"torch{version}-{sys.implementation.cache_tag}")
     return f"{readable}-{known.hexdigest()[:16]}"
 
 

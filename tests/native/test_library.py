@@ -138,8 +138,21 @@ def test_what_an_interrupted_build_leaves_is_not_taken(builds: Builds) -> None:
     assert info().reason.startswith("no library has been built")
 
 
+@pytest.mark.parametrize("version", ["+cpu", "+cu129", "+cu130", ""])
+def test_the_builds_of_one_commit_of_torch_share_a_library(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = build.library_name()
+    monkeypatch.setattr("torch.__version__", torch.__version__.partition("+")[0] + version)
+    assert build.library_name() == name
+
+
 @pytest.mark.parametrize(
-    ("name", "value"), [("torch.__version__", "2.99.0+cpu"), ("sysconfig.get_config_var", lambda name: "cpython-399")]
+    ("name", "value"),
+    [
+        ("torch.__version__", "2.99.0+cpu"),
+        ("torch.version.git_version", "0123456"),
+        ("torch.version.hip", "7.0"),
+        ("sysconfig.get_config_var", lambda name: "cpython-399"),
+    ],
 )
 def test_a_library_for_another_torch_or_python_is_not_taken(
     name: str, value: Any, builds: Builds, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
