@@ -133,12 +133,17 @@ class _Event:
         torch.ops.toy.wait_for(self._stream, self._copies, not is_writer)
 
 
+class _Stream(int):
+    def query(self) -> bool:
+        return False  # it has always something to do
+
+
 class _Cuda:
     """What the package uses of `torch.cuda`."""
 
     Event = _Event
     device = staticmethod(lambda device: contextlib.nullcontext())
-    current_stream = staticmethod(_current)
+    current_stream = staticmethod(lambda device=None: _Stream(_current()))
     stream = staticmethod(on_stream)
     is_current_stream_capturing = staticmethod(lambda: Graph.captured == _current())
     synchronize = staticmethod(synchronize)
