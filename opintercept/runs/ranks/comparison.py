@@ -17,7 +17,7 @@ import numpy as np
 from opintercept._ranks.expectations import Group, RankOperand, by_value
 from opintercept.runs.program.names import module_name
 from opintercept.runs.ranks.difference import RankDifference, RankFinding, What
-from opintercept.runs.ranks.rules import Alike, Counts, MatchedCalls, OutlierFinder, grown
+from opintercept.runs.ranks.rules import Alike, Counts, MatchedCalls, OutlierFinder
 from opintercept.runs.ranks.windows import BLOCK, MOST, ROLES, Window, WindowReader
 from opintercept.runs.store.columns import Array
 from opintercept.runs.store.run import Run
@@ -38,8 +38,6 @@ class _Comparison:
         self._operands = Alike(size, windows.weight)
         # The first finding of each sort at each place, with what puts them in order, and how often there is one.
         self._found: dict[tuple[object, ...], tuple[tuple[int, int, int], RankFinding, int]] = {}
-        self._carried: dict[tuple[str, int], Array] = {}
-        self._earlier: dict[tuple[int, int], tuple[int, int]] = {}
         self._counts = Counts(size)
         self._orders = Alike(size, self._counts.shared)
         self._streaks = {"rms": OutlierFinder(), "max": OutlierFinder()}
@@ -52,9 +50,6 @@ class _Comparison:
         """Compare all windows."""
         windows, infos = self._windows, self._run.infos
         for window in windows:
-            if window.begins:
-                self._carried.clear()
-                self._earlier.clear()
             self._diverged(window)
             self._uneven(window)
             if len(windows.ranks) > 2:
@@ -132,46 +127,35 @@ class _Comparison:
             )
         self._found[name] = earlier, found, before + times
 
-    def _rows(self, what: str, window: Window, keys: list[Array]) -> MatchedCalls:
+    def _rows(self, window: Window, keys: list[Array]) -> MatchedCalls:
         """Match the calls of all processes by place, step and number; a key of -1 leaves a call out."""
         chosen = [np.flatnonzero(key >= 0) for key in keys]
-        times = np.unique(np.concatenate([part.time for part in window.parts]))
-        key = np.concatenate([keys[process][calls] for process, calls in enumerate(chosen)]).astype(np.int64)
-        time = np.concatenate([part.time[calls] for part, calls in zip(window.parts, chosen, strict=True)])
-        ordinal = np.concatenate(
-            [
-                self._ordinals((what, process), window, keys[process][calls], window.parts[process].time[calls])
-                for process, calls in enumerate(chosen)
-            ]
-        )
-        code = (key * len(times) + np.searchsorted(times, time)) * (1 + ordinal.max(initial=0)) + ordinal
+        times = np.unique(np.concatenate([part.time for part in window]))
+        of_rows = np.concatenate([key[calls] for key, calls in zip(keys, chosen, strict=True)]).astype(np.int64)
+        time = np.concatenate([part.time[calls] for part, calls in zip(window, chosen, strict=True)])
+        numbers = [
+            ordinals(key[calls], part.time[calls]) for key, part, calls in zip(keys, window, chosen, strict=True)
+        ]
+        ordinal = np.concatenate(numbers)
+        code = (of_rows * len(times) + np.searchsorted(times, time)) * (1 + ordinal.max(initial=0)) + ordinal
         order = np.argsort(code, kind="stable")
         code = code[order]
         firsts = starts_of(code)
         process = np.repeat(np.arange(len(chosen)), [len(calls) for calls in chosen])[order]
         starts = np.r_[firsts, len(code)]
         at = order[firsts]
-        return MatchedCalls(key[at], time[at], starts, process, np.concatenate(chosen)[order], order)
-
-    def _ordinals(self, what: tuple[str, int], window: Window, key: Array, time: Array) -> Array:
-        """The number of each call among those of its place in its step."""
-        found = ordinals(key, time)
-        if not (window.begins and window.ends):
-            before = grown(self._carried.get(what, np.zeros(0, np.int64)), int(key.max(initial=-1)) + 1)
-            found += before[key]
-            self._carried[what] = before + np.bincount(key, minlength=len(before))
-        return found
+        return MatchedCalls(of_rows[at], time[at], starts, process, np.concatenate(chosen)[order], order)
 
     def _diverged(self, window: Window) -> None:
         """Operands that were equal on several ranks, and are not."""
         weight = self._windows.weight
         for role in ROLES:
             keys = []
-            for part in window.parts:
+            for part in window:
                 key = part.places[role]
                 asked = (part.columns[f"{role}_hash"] != 0) & self._operands.asks(key)
                 keys.append(np.where(asked, key, -1))
-            rows = self._rows(role, window, keys)
+            rows = self._rows(window, keys)
             value = _column(window, keys, f"{role}_hash")[rows.order]
             constant = (_column(window, keys, f"{role}_min") == _column(window, keys, f"{role}_max"))[rows.order]
             for row, parts in self._operands.diverged(rows, value, constant):
@@ -180,12 +164,7 @@ class _Comparison:
 
     def _uneven(self, window: Window) -> None:
         """Steps in which ranks make different calls, or the same in another order."""
-        keys = [part.places["call"].astype(np.int64) for part in window.parts]
-        if not window.ends:  # a step of very many calls, of which the last one at each place can be named
-            for process, (part, calls) in enumerate(zip(window.parts, keys, strict=True)):
-                places, last = np.unique(calls[::-1], return_index=True)
-                for where, call in zip(places.tolist(), (len(calls) - 1 - last).tolist(), strict=True):
-                    self._earlier[process, where] = int(part.place[call]), int(part.columns["index"][call])
+        keys = [part.places["call"].astype(np.int64) for part in window]
         uneven: set[int] = set()
         for key, time, counts in self._counts.uneven(window, keys, self._end):
             uneven.add(time)
@@ -196,14 +175,10 @@ class _Comparison:
                 continue
             # The first call that not all of them make, on a rank that makes it.
             most = max(counts, key=lambda p: (counts[p], -p))
-            part = window.parts[most]
-            there = np.flatnonzero((keys[most] == key) & (part.time == time))
-            if len(there):
-                call = int(there[min(min(counts.values()), len(there) - 1)])
-                place, index = int(part.place[call]), int(part.columns["index"][call])
-            else:
-                place, index = self._earlier[most, key]
-            self._note("calls", key, (time, place), (most, index), parts, shown)
+            part = window[most]
+            call = np.flatnonzero((keys[most] == key) & (part.time == time))[min(counts.values())]
+            when = time, int(part.place[call])
+            self._note("calls", key, when, (most, int(part.columns["index"][call])), parts, shown)
         rows, value = self._counts.orders(window, keys, self._end, uneven)
         for row, parts in self._orders.diverged(rows, value, np.zeros(len(value), bool)):
             self._misplaced(window, keys, int(rows.key[row]), int(rows.time[row]), parts)
@@ -212,13 +187,13 @@ class _Comparison:
         """Note the first call that another rank makes at another point of the step."""
         usual, odd = parts[0][0], parts[1][0]
         here = [
-            np.flatnonzero((window.parts[process].time == time) & (self._counts.sets(keys[process]) == members))
+            np.flatnonzero((window[process].time == time) & (self._counts.sets(keys[process]) == members))
             for process in (usual, odd)
         ]
         size = min(map(len, here))
         differs = np.flatnonzero(keys[usual][here[0][:size]] != keys[odd][here[1][:size]])
         call = int(here[1][differs[0] if len(differs) else 0])
-        part = window.parts[odd]
+        part = window[odd]
         index = int(part.columns["index"][call])
         self._note("order", int(keys[odd][call]), (time, int(part.place[call])), (odd, index), parts)
 
@@ -226,9 +201,9 @@ class _Comparison:
         """Outputs of a rank that stay far smaller or larger than those of the others, or are so by a huge factor."""
         backward = np.array([place.backward for place in self._windows.outputs.places], bool)
         # The gradients of a batch can be any times smaller than those of another.
-        outputs = [part.places["output"] for part in window.parts]
+        outputs = [part.places["output"] for part in window]
         keys = [np.where(backward[output], -1, output) for output in outputs]
-        rows = self._rows("output", window, keys)
+        rows = self._rows(window, keys)
         high = np.abs(np.fmax(-_column(window, keys, "output_min"), _column(window, keys, "output_max")))
         for statistic, values in (("rms", _column(window, keys, "output_rms")), ("max", high)):
             for streak in self._streaks[statistic].of(rows, values[rows.order]):
@@ -246,15 +221,15 @@ class _Comparison:
     def _not_finite(self, window: Window) -> None:
         """Outputs with NaN or infinities on fewer than half of the ranks."""
         scaled = np.array([place.scaled for place in self._windows.outputs.places], bool)
-        keys = [part.places["output"] for part in window.parts]
+        keys = [part.places["output"] for part in window]
         bad = []
-        for part, key in zip(window.parts, keys, strict=True):
+        for part, key in zip(window, keys, strict=True):
             columns = part.columns
             infinite = (columns["output_inf"] > 0) & (columns["bias_inf"] <= 0)  # a mask is added as a bias
             bad.append(((columns["output_nan"] > 0) | infinite) & ~scaled[key])
         if not any(each.any() for each in bad):
             return
-        rows = self._rows("every output", window, keys)
+        rows = self._rows(window, keys)
         of_entries = np.concatenate([each[key >= 0] for each, key in zip(bad, keys, strict=True)])[rows.order]
         numbers = rows.of_entries()
         some = np.bincount(numbers[of_entries], minlength=len(rows.key))
@@ -282,11 +257,11 @@ def _at(
     process, call = next(
         (int(rows.process[each]), int(rows.call[each])) for each in entries if rows.process[each] == parts[-1][0]
     )
-    place = min(int(window.parts[rows.process[each]].place[rows.call[each]]) for each in entries)
-    index = int(window.parts[process].columns["index"][call])
+    place = min(int(window[rows.process[each]].place[rows.call[each]]) for each in entries)
+    index = int(window[process].columns["index"][call])
     return int(rows.key[row]), (int(rows.time[row]), place), (process, index), parts
 
 
 def _column(window: Window, keys: list[Array], name: str) -> Array:
     """A column of the calls that have a place, process after process."""
-    return np.concatenate([part.columns[name][key >= 0] for part, key in zip(window.parts, keys, strict=True)])
+    return np.concatenate([part.columns[name][key >= 0] for part, key in zip(window, keys, strict=True)])

@@ -142,9 +142,6 @@ class Counts:
     def __init__(self, size: int) -> None:
         self._size = size
         self._members = np.zeros((0, size), bool)  # which processes have made a call of a place
-        self._open: list[Array] = []  # the counts in a step that a window leaves open
-        self._new = False  # whether that step has shown a process at a new place
-        self._sums: dict[tuple[int, int], tuple[int, int]] = {}  # in that step, by process and set: calls and number
         self._sets: dict[bytes, int] = {}
         self.shared: list[bool] = []  # true for each set of processes that make calls of the same places
 
@@ -154,25 +151,12 @@ class Counts:
         members = np.zeros((max(most, len(self._members)), self._size), bool)
         members[: len(self._members)] = self._members
         self._members = members
-        self._new &= not window.begins
-        times = np.unique(np.concatenate([part.time for part in window.parts]))
+        times = np.unique(np.concatenate([part.time for part in window]))
         codes, counts = [], []
-        for process, (part, key) in enumerate(zip(window.parts, keys, strict=True)):
+        for part, key in zip(window, keys, strict=True):
             code, count = np.unique(key * len(times) + np.searchsorted(times, part.time), return_counts=True)
-            if not (window.begins and window.ends):
-                if window.begins:
-                    self._open[process:] = [np.zeros(0, np.int64)]
-                total = grown(self._open[process], most)
-                total[code] += count  # there is one time
-                self._open[process] = total
-                self._new |= not self._members[code, process].all()
-                self._members[code, process] = True
-                code = np.flatnonzero(total)
-                count = total[code]
             codes.append(code)
             counts.append(count)
-        if not window.ends:
-            return
         processes = np.repeat(np.arange(self._size), [len(code) for code in codes])
         code = np.concatenate(codes)
         rows, row = np.unique(code, return_inverse=True)
@@ -203,31 +187,19 @@ class Counts:
 
     def orders(self, window: Window, keys: list[Array], end: Array, uneven: set[int]) -> tuple[MatchedCalls, Array]:
         """A row for each step and set of processes, with a number for the order of the calls that all of them make."""
-        if window.begins:
-            self._sums.clear()
         rows: list[tuple[int, int, int, int]] = []  # set, time, process, number
-        for process, (part, key) in enumerate(zip(window.parts, keys, strict=True)):
+        for process, (part, key) in enumerate(zip(window, keys, strict=True)):
             sets = self.sets(key)
             calls = np.argsort(sets, kind="stable")
             sets, times = sets[calls], part.time[calls]
             firsts = starts_of(sets, times)
-            counts = np.diff(np.r_[firsts, len(calls)])
-            before = [self._sums.get((process, int(sets[first])), (0, 0)) for first in firsts]
-            place = np.arange(len(calls)) - np.repeat(firsts - [count for count, _ in before], counts)
+            place = np.arange(len(calls)) - np.repeat(firsts, np.diff(np.r_[firsts, len(calls)]))
             signs = splitmix64(key[calls] ^ splitmix64(place.astype(np.int64) + 1))
             sums = np.add.reduceat(signs, firsts).tolist() if len(firsts) else []
-            for first, count, earlier, number in zip(firsts.tolist(), counts.tolist(), before, sums, strict=True):
-                own, time = int(sets[first]), int(times[first])
-                number = (number + earlier[1]) % 2**64
-                if not (window.begins and window.ends):  # there is one time
-                    self._sums[process, own] = earlier[0] + count, number
-                elif time < end[process] and time not in uneven:
-                    rows.append((own, time, process, number))
-            if window.ends and not window.begins:
-                (time,) = {int(each) for part in window.parts for each in part.time}
-                # Until all members are known, the calls of a set are not.
-                there = time < end[process] and time not in uneven and not self._new
-                rows += [(s, time, p, number) for (p, s), (_, number) in self._sums.items() if there and p == process]
+            for first, number in zip(firsts.tolist(), sums, strict=True):
+                time = int(times[first])
+                if time < end[process] and time not in uneven:
+                    rows.append((int(sets[first]), time, process, number % 2**64))
         table = np.array([row[:3] for row in sorted(rows)], np.int64).reshape(-1, 3)
         places = np.zeros(len(table), np.int64)
         sets, times, processes = table.T
@@ -306,8 +278,3 @@ def medians(values: Array, group: Array, size: int) -> Array:
     starts, counts = (ends - counts)[some], counts[some]
     found[some] = (values[starts + (counts - 1) // 2] + values[starts + counts // 2]) / 2
     return found
-
-
-def grown(numbers: Array, size: int) -> Array:
-    """The numbers, with zeros at the end."""
-    return np.concatenate([numbers, np.zeros(max(0, size - len(numbers)), numbers.dtype)])

@@ -1,12 +1,12 @@
 """`WindowReader`: reads the calls of all processes of a run a few steps at a time, with numbers that they share.
 
-Invariant: at most `MOST` calls are held, and no more files are open than `Run` opens, however many processes and calls
-there are. Needs numpy. Must not import torch.
+Invariant: a window holds whole steps, of at most `MOST` calls together unless one step has more. No more files are open
+than `Run` opens, however many processes there are. Needs numpy. Must not import torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -36,12 +36,8 @@ class ProcessCalls(NamedTuple):
     columns: Arrays  # what was recorded of values
 
 
-class Window(NamedTuple):
-    """Calls of the same steps."""
-
-    parts: list[ProcessCalls]  # one for each process, in the order of `WindowReader.ranks`
-    begins: bool  # the first step begins here
-    ends: bool  # the last step ends here; only a window of a single step may not
+Window = list[ProcessCalls]
+"""The calls of some steps, with a part for each process, in the order of `WindowReader.ranks`."""
 
 
 class RankPlace(NamedTuple):
@@ -95,8 +91,7 @@ class WindowReader:
     """Reads a run of several processes.
 
     Places have numbers that processes share. A place is a module, a line, an operator, a phase, and a tensor with its
-    shape. So a last batch of another size is another place for activations, and the same place for weights. A window
-    has at most `most` calls.
+    shape. So a last batch of another size is another place for activations, and the same place for weights.
 
     Attributes:
         size: How many calls there are.
@@ -136,29 +131,13 @@ class WindowReader:
         while first < len(times):
             total = np.cumsum(sizes[first : first + self._most])
             end = first + max(1, int(np.searchsorted(total, self._most, "right")))
-            bounds = [self._bounds(process, times[first], times[end - 1]) for process in range(len(self.ranks))]
-            yield from self._pieces(bounds)
+            yield [self._part(process, times[first], times[end - 1]) for process in range(len(self.ranks))]
             first = end
 
-    def _bounds(self, process: int, first: int, last: int) -> tuple[int, int]:
-        """The numbers of the calls of a process between two times."""
-        low = np.searchsorted(self._times[process], first, "left")
-        high = np.searchsorted(self._times[process], last, "right")
-        return int(self._starts[process][low]), int(self._starts[process][high])
-
-    def _pieces(self, bounds: Sequence[tuple[int, int]]) -> Iterator[Window]:
-        """A window, or several if one step has more calls than fit."""
-        longest = max(end - start for start, end in bounds)
-        whole = sum(end - start for start, end in bounds) <= self._most
-        size = longest if whole else max(1, self._most // len(bounds))
-        for offset in range(0, longest, max(1, size)):
-            parts = []
-            for process, (start, end) in enumerate(bounds):
-                low = min(start + offset, end)
-                parts.append(self._part(process, low, min(low + size, end)))
-            yield Window(parts, offset == 0, offset + size >= longest)
-
-    def _part(self, process: int, first: int, end: int) -> ProcessCalls:
+    def _part(self, process: int, first_time: int, last_time: int) -> ProcessCalls:
+        low = np.searchsorted(self._times[process], first_time, "left")
+        high = np.searchsorted(self._times[process], last_time, "right")
+        first, end = int(self._starts[process][low]), int(self._starts[process][high])
         numbers = np.arange(first, end)
         which = np.searchsorted(self._starts[process], numbers, "right") - 1
         time = self._times[process][which] if first < end else np.empty(0, np.int64)
