@@ -16,7 +16,6 @@ from typing import get_args
 from opintercept._core.after_import import AfterImport
 from opintercept._core.errors import OpInterceptError
 from opintercept.cli.options import add_filters, count, rename, size
-from opintercept.cli.run import children
 from opintercept.cli.run.family import Family, make_room
 from opintercept.cli.run.hooks import HOOKS
 from opintercept.cli.run.program import prepare
@@ -130,7 +129,6 @@ def command(arguments: argparse.Namespace) -> Callable[[], int]:
     imports = AfterImport("torch".__eq__, begin)
 
     def run() -> int:
-        children.begin()
         # Registered before the program's own functions, so it runs after them, and after the program's threads.
         atexit.register(watch.end)
         if "torch" in sys.modules:

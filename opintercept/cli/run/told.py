@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import json
 import os
+import resource
 import shlex
 import time
 from collections.abc import Iterator
@@ -19,7 +20,6 @@ from typing import NamedTuple, TextIO
 from opintercept._core.errors import OpInterceptError
 from opintercept._core.text import amount, counted, listed, printable
 from opintercept.cli.build import worth_it
-from opintercept.cli.run import children
 from opintercept.cli.run.family import Family, can_follow
 from opintercept.cli.run.hooks import ChosenHooks
 from opintercept.cli.run.summary import summary
@@ -28,6 +28,9 @@ from opintercept.runs.store.run import child_folders, is_run, open_run
 
 _WHOLE = 4  # children of which tables are printed, too
 _NAMES = 8  # of children in one line
+_IMPORT = (
+    0.5  # seconds of a processor; importing torch takes longer, and a compiler's question for its version does not
+)
 
 
 class _Told(NamedTuple):
@@ -94,9 +97,15 @@ def _unseen(hooks: ChosenHooks | None, family: Family | None) -> str:
     nothing = hooks is None or not (hooks.tally.calls or hooks.tally.failed)
     if family is not None and can_follow():
         which = "; child processes made no call, were not Python, or Python without opintercept"
-        return which if nothing and children.had_some() else ""
+        return which if nothing and _had_children() else ""
     why = "--no-children was given" if family is None else "opintercept.pth is not where Python looks for packages"
-    return f"; child processes are not watched, since {why}" if nothing or children.had_some() else ""
+    return f"; child processes are not watched, since {why}" if nothing or _had_children() else ""
+
+
+def _had_children() -> bool:
+    """Whether the program has waited for children in which torch may have run."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime >= _IMPORT
 
 
 def _recorded(hooks: ChosenHooks | None, chosen: argparse.Namespace, failed: bool, several: bool) -> Iterator[str]:
