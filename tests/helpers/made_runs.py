@@ -116,7 +116,6 @@ def write_files(folder: Path, calls: Iterable[dict[str, Any]], **info: Any) -> P
     writer.close()
     assert writer.failure is None, writer.failure
     members = json.loads((folder / "run.json").read_text())
-    del members["process"]
     (folder / "run.json").write_text(json.dumps(members | INFO | info))
     return folder
 

@@ -304,7 +304,7 @@ class RunRecorder:
                 raise OpInterceptError(
                     f"{str(folder)!r} no longer holds the run that this recorder began; make a new RunRecorder"
                 )
-        claim = Claim(folder, takes_over=self._overwrite)
+        claim = Claim(folder)
         try:
             if self._info is None:
                 self._check_free()  # again: from here on no other recorder can begin a run

@@ -24,7 +24,7 @@ from opintercept._core.errors import OpInterceptError
 from opintercept._core.in_kernel import Sink
 from opintercept._core.record import PendingRecord
 from opintercept._values.stats import Values
-from opintercept.runs.record.claim import Claim, end_others, this_process
+from opintercept.runs.record.claim import Claim
 from opintercept.runs.store import records
 from opintercept.runs.store.flight import FLIGHT, Snapshot
 from opintercept.runs.store.processes import SUMMARY
@@ -419,7 +419,7 @@ def _parts(entry: QueuedCall | Snapshot) -> Iterator[QueuedCall | Snapshot]:
 
 def write_info(folder: Path, info: RunInfo, *, finished: bool) -> None:
     """Write the description of a run, in one step."""
-    plain = info.as_dict() | {"finished": finished, "process": this_process(), "tables": records.described()}
+    plain = info.as_dict() | {"finished": finished, "tables": records.described()}
     part = folder / f"{INFO}.part"
     part.write_text(f"{json.dumps(plain, indent=1)}\n", encoding="utf-8")
     part.replace(folder / INFO)
@@ -480,7 +480,7 @@ def remove_leftovers(folder: Path, world_size: int) -> None:
 
 def _remove(part: Path, folder: Path, claimed: bool = False) -> None:
     if not claimed:
-        end_others(part, takes_over=True)
+        Claim(part).release()  # unless another recorder writes there
     stored = part / TENSORS
     names: list[str] = []
     if not stored.is_symlink():

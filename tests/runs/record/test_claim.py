@@ -72,7 +72,7 @@ def starts_at_once(make: Callable[[], Any], number: int, answers: Path, *, threa
 
 
 REFUSED = (
-    r"process .* is recording to .*; name another folder"
+    r".*process.* is recording to .*; name another folder"
     r"|.* already holds a run; name another folder, or pass overwrite=True"
 )
 
@@ -122,18 +122,30 @@ def test_a_folder_that_is_written_to_is_not_overwritten(tmp_path: Path, monkeypa
     assert calls_of(tmp_path / "run") == []
 
 
-def claim_elsewhere(folder: Path) -> None:
-    """Leave a claim as of a recorder on another machine, which may still run."""
-    folder.mkdir(exist_ok=True)
-    (folder / "recording.lock").write_text('{"pid": 1, "host": "elsewhere", "began": "1", "token": "x", "space": ""}')
+@forks
+def test_a_forked_child_does_not_keep_the_folder(tmp_path: Path) -> None:
+    with intercept(runs.RunRecorder(tmp_path / "run")):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            child = os.fork()
+        if not child:
+            signal.pause()
+            os._exit(0)
+    try:
+        record(tmp_path / "run", overwrite=True)
+        assert len(calls_of(tmp_path / "run")) == 1
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
-def test_a_recorder_on_another_machine_is_ended_only_if_asked(tmp_path: Path) -> None:
-    claim_elsewhere(tmp_path)
-    with pytest.raises(OpInterceptError, match=r"process 1 on 'elsewhere' is recording to .* if that process has"):
-        runs.RunRecorder(tmp_path).enter()
-    record(tmp_path, overwrite=True)
-    assert len(calls_of(tmp_path)) == 1
+def test_a_lock_is_not_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/recording.lock").symlink_to(tmp_path / "mine")
+    with pytest.raises(OSError, match="symbolic links"):
+        runs.RunRecorder(tmp_path / "run").enter()
+    assert (tmp_path / "mine").read_text() == "mine"
 
 
 def test_a_recorder_whose_claim_is_gone_warns_and_leaves_the_folder_alone(tmp_path: Path) -> None:
@@ -141,7 +153,8 @@ def test_a_recorder_whose_claim_is_gone_warns_and_leaves_the_folder_alone(tmp_pa
     with pytest.warns(OpInterceptWarning, match=r"after 0 calls: the folder was deleted or taken over by"):
         with intercept(recorder):
             writer.remove_run(tmp_path / "run", claimed=True)
-            claim_elsewhere(tmp_path / "run")
+            (tmp_path / "run/recording.lock").unlink()
+            (tmp_path / "run/recording.lock").write_text("another's")
             (tmp_path / "run/run.json").write_text("another's")
             torch.eye(2) @ torch.eye(2)
     with intercept(recorder):  # it does not start again
