@@ -40,7 +40,7 @@ class NameFilter:
     `named` returns the name to match, given the module of a record, and `short` the short name of an operator.
     """
 
-    by_name = True  # see `runs.compare.index.Index`
+    by_name = True  # see `runs.compare.pairs.Index`
 
     def __init__(
         self,

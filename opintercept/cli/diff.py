@@ -7,11 +7,11 @@ import argparse
 from opintercept._core.errors import OpInterceptError
 from opintercept._reports.filters import NameFilter
 from opintercept.cli.confined import add_limits, opened
-from opintercept.cli.options import add_filters, add_process, add_result, rename, tolerance
+from opintercept.cli.options import add_filters, add_process, add_result, tolerance
 from opintercept.cli.terminal.output import print_result
 from opintercept.cli.terminal.progress import progress
 from opintercept.runs.compare.diff import compare_runs
-from opintercept.runs.compare.values import Comparer
+from opintercept.runs.compare.operands import Comparer
 from opintercept.runs.program.names import module_name, operator_name
 
 
@@ -33,8 +33,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_result(parser, "the runs are equal")
     add_process(parser, "compare")
     add_limits(parser)
-    rename(parser, "--ranks", "a command: opintercept ranks RUN")
-    rename(parser, "--align", "a command: opintercept why A B")
 
 
 def command(arguments: argparse.Namespace) -> int:

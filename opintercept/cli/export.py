@@ -6,7 +6,7 @@ import argparse
 import os
 
 from opintercept._core.errors import OpInterceptError
-from opintercept.cli.options import add_filters, rename
+from opintercept.cli.options import add_filters
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +19,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="Chrome's JSON, for Perfetto, or a folder of Parquet files (default %(default)s)",
     )
     add_filters(parser, "write", "steps")
-    rename(parser, "--step", "--steps")
     parser.add_argument("--profile", metavar="TRACE", help="add the run to this trace of torch.profiler")
     out = "file to write, trace.json.gz by default; .gz compresses it; for Parquet a new folder"
     parser.add_argument("-o", "--out", help=out)

@@ -76,13 +76,3 @@ def add_result(parser: argparse.ArgumentParser, equal: str) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, with null for numbers that are not finite")
     status = f"exit status: 0 if {equal}, 1 if not, 2 if there is nothing to compare"
     parser.epilog = "\n\n".join(filter(None, (status, parser.epilog)))
-
-
-def rename(parser: argparse.ArgumentParser, old: str, new: str) -> None:
-    """Refuse the old name of an option with an error that says what it is now."""
-
-    class Renamed(argparse.Action):
-        def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
-            parser.error(f"{old} is now {new}")
-
-    parser.add_argument(old, action=Renamed, nargs="?", help=argparse.SUPPRESS)

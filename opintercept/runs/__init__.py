@@ -37,23 +37,13 @@ __all__ = [
 
 _RENAMED = {"Graft": "Patch", "align": "why", "explain": "why", "Alignment": "Answer", "Explanation": "Answer"}
 _LATER = {"Patch": "patch", "RunRecorder": "record.recorder"}
-_MOVED = {  # attributes of results, by the file that has their types
-    "runs.compare.difference": ("Absent", "CallDifference", "ModuleDifference", "RoleDifference", "Unmatched"),
-    "runs.ranks.difference": ("RankFinding",),
-    "runs.store.codec": ("StoredCall",),
-    "runs.store.run": ("RunInfo",),
-    "runs.why.answer": ("Cause", "Loss", "Place"),
-    "_values.stats": ("Values",),
-}
 
 
 def __getattr__(name: str) -> Any:
     if name in _RENAMED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it is called {_RENAMED[name]} now")
     if name not in _LATER:
-        home = next((file for file, names in _MOVED.items() if name in names), None)
-        hint = f"; import it from opintercept.{home}" if home else ""
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
     torch_first()

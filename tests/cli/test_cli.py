@@ -62,11 +62,6 @@ def test_demo_shows_the_matmuls_of_a_training_run(capsys: pytest.CaptureFixture[
         (["demo", "--steps", "0"], r"--steps: must be .*at least 1, got '?0"),
         (["demo", "--steps", "-2"], r"--steps: must be .*at least 1, got '?-2"),
         (["demo", "--steps", "two"], r"--steps: must be .*, got 'two'"),
-        (["run", "--top", "3", "y.py"], r"--top is now --limit"),
-        (["run", "--every=3", "y.py"], r"--every is now --every-steps"),
-        (["show", "run", "--step", "3"], r"--step is now --steps"),
-        (["show", "run", "--over", "steps"], r"--over is now --by step"),
-        (["export", "run", "--step", "3"], r"--step is now --steps"),
     ],
     ids=str,
 )

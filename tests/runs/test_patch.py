@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -159,10 +158,3 @@ def test_lost_tensors_are_a_hook_error_that_names_the_file(tmp_path: Path) -> No
 def test_the_former_name_names_the_new_one() -> None:
     with pytest.raises(AttributeError, match=r"no attribute 'Graft'; it is called Patch now$"):
         _ = runs.Graft
-
-
-@pytest.mark.parametrize("name", ["CallDifference", "Cause", "RankFinding", "RunInfo", "StoredCall"])
-def test_the_error_for_a_type_that_has_moved_names_its_file(name: str) -> None:
-    with pytest.raises(AttributeError, match=rf"no attribute '{name}'; import it from opintercept\.runs\.") as caught:
-        getattr(runs, name)
-    assert isinstance(getattr(import_module(str(caught.value).rpartition(" ")[2]), name), type)

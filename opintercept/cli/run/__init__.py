@@ -15,7 +15,7 @@ from typing import get_args
 
 from opintercept._core.after_import import AfterImport
 from opintercept._core.errors import OpInterceptError
-from opintercept.cli.options import add_filters, count, rename, size
+from opintercept.cli.options import add_filters, count, size
 from opintercept.cli.run.family import Family, make_room
 from opintercept.cli.run.hooks import HOOKS
 from opintercept.cli.run.program import prepare
@@ -44,11 +44,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="record what `opintercept why` needs: all operators and values, of the forward pass of the first step "
         "or of all that --steps names",
     )
-    rename(parser, "--explain", "--why")
     parser.add_argument(
         "--every-steps", metavar="N", type=count, help="record only every Nth step, starting with the first of --steps"
     )
-    rename(parser, "--every", "--every-steps")
     parser.add_argument(
         "--max-bytes", metavar="SIZE", type=size, help="stop recording before FOLDER exceeds SIZE, such as 500k or 2G"
     )
@@ -64,7 +62,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         + ", ".join(name.lower() for name in HOOKS),
     )
     parser.add_argument("--limit", metavar="N", type=count, default=20, help="rows of each table (default 20)")
-    rename(parser, "--top", "--limit")
     parser.add_argument("-q", "--quiet", action="store_true", help="show neither progress nor tables")
     parser.add_argument(
         "--ops",

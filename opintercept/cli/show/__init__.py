@@ -15,7 +15,7 @@ from opintercept._reports.calls import OpenedRun
 from opintercept._reports.filters import Choice, NameFilter
 from opintercept._reports.text import BARS
 from opintercept._reports.views import show_calls, show_groups, show_steps
-from opintercept.cli.options import add_filters, add_process, count, rename
+from opintercept.cli.options import add_filters, add_process, count
 from opintercept.cli.show.data import head_of, write_csv, write_json
 from opintercept.cli.terminal.output import can_print, print_parts
 from opintercept.cli.terminal.progress import progress
@@ -42,9 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help=f"group calls that share these keys, out of {','.join(_KEYS)} (default module,op,phase); step alone shows "
         "the steps in their order, with the mean and root mean square of outputs",
     )
-    rename(parser, "--over", "--by step")
     add_filters(parser, "show", "op", "module", "phase", "steps")
-    rename(parser, "--step", "--steps")
     parser.add_argument("--rank", type=int, help="show only the calls of this process")
     add_process(parser, "show")
     parser.add_argument(

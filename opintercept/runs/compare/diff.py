@@ -1,6 +1,6 @@
 """Compares two runs: which processes and calls are counterparts, and which settings of the runs differ.
 
-`index` finds the counterpart of each call, `columns` compares the two, `blame` classifies the pair, `judged` asks the
+`pairs` finds the counterpart of each call, `tolerance` compares the two, `kinds` classifies the pair, `judged` asks the
 judge of `why` where there are values, and `result` holds it all. Imports torch only if both runs have tensors.
 """
 
@@ -14,8 +14,8 @@ from opintercept._core.checks import check_count
 from opintercept._core.errors import OpInterceptError, needs
 from opintercept._core.record import CallRecord
 from opintercept._core.text import counted
+from opintercept.runs.compare.operands import Comparer
 from opintercept.runs.compare.result import Difference
-from opintercept.runs.compare.values import Comparer
 from opintercept.runs.store import processes
 from opintercept.runs.store.run import Run
 from opintercept.runs.why.answer import Answer
@@ -107,7 +107,7 @@ def compare_runs(
 ) -> Difference:
     """`diff` with a limit of its own for `worst`, whose calls can be large, and `watch`, which gets all errors."""
     try:
-        from opintercept.runs.compare.blame import compare_ranks
+        from opintercept.runs.compare.kinds import compare_ranks
         from opintercept.runs.compare.totals import DiffTotals
     except ImportError as missing:
         raise needs("comparing runs", "numpy", "'opintercept[cli]'") from missing

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from opintercept._core.errors import OpInterceptError
-from opintercept.runs.compare.columns import OPERANDS
+from opintercept.runs.compare.tolerance import OPERANDS
 from opintercept.runs.compare.totals import ADDED, ARGUMENT, INHERITED, NOT_COMPARED, OPERAND, ROUNDING
 from opintercept.runs.store.columns import Array, Columns
 from opintercept.runs.store.run import Run

@@ -13,8 +13,8 @@ from typing import Literal
 import numpy as np
 
 from opintercept.runs.compare.difference import KINDS, Absent, CallDifference, Kind, ModuleDifference, Unmatched
-from opintercept.runs.compare.index import Index
 from opintercept.runs.compare.pairing import BY, PAIRINGS, Pairing
+from opintercept.runs.compare.pairs import Index
 from opintercept.runs.compare.result import Difference
 from opintercept.runs.store.columns import CHUNK, Array, Arrays
 from opintercept.runs.store.run import Run

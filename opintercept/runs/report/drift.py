@@ -12,7 +12,7 @@ import numpy as np
 
 from opintercept._core.record import CallRecord
 from opintercept._values.roundoff import eps, of_terms
-from opintercept.runs.compare.index import PHASES, Index
+from opintercept.runs.compare.pairs import PHASES, Index
 from opintercept.runs.report.panels import HeatMap, rounded
 from opintercept.runs.store.columns import Array
 from opintercept.runs.sums import GroupSums

@@ -18,8 +18,8 @@ from typing import Any
 from opintercept._core.errors import OpInterceptError
 from opintercept.runs.compare.diff import compare_runs
 from opintercept.runs.compare.difference import Kind
-from opintercept.runs.compare.index import PHASES
-from opintercept.runs.compare.values import Comparer
+from opintercept.runs.compare.operands import Comparer
+from opintercept.runs.compare.pairs import PHASES
 from opintercept.runs.report.drift import Drift
 from opintercept.runs.report.panels import CELLS, MODULES, NAME, HeatMap, panels_of, part_of, shown_text
 from opintercept.runs.store.files import replaced

@@ -18,7 +18,7 @@ from opintercept._core.errors import OpInterceptError
 from opintercept._core.record import CallRecord
 from opintercept._core.tables import Cells, Marked, Part
 from opintercept._core.text import printable
-from opintercept.runs.compare.index import PHASES
+from opintercept.runs.compare.pairs import PHASES
 from opintercept.runs.program.words import module_text
 from opintercept.runs.store.codec import StoredCall, is_output
 from opintercept.runs.store.columns import FIGURES, Array, Arrays, CallSignature, Columns, StoredCallSite

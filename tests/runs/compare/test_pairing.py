@@ -228,7 +228,7 @@ def test_difflib_gets_no_more_than_it_can_do_in_seconds(compare: Any, monkeypatc
         given.append(sum(b.count(sign) for sign in a))
         return SequenceMatcher(None, a, b, autojunk=autojunk)
 
-    monkeypatch.setattr("opintercept.runs.compare.index.SequenceMatcher", matcher)
+    monkeypatch.setattr("opintercept.runs.compare.pairs.SequenceMatcher", matcher)
     random = Random(0)
     for calls, told in ((200, True), (1500, False)):
         a, b = ([call("a", f"{p}{n}", "w", "y", shape=[random.choice((4, 5)), 4]) for n in range(calls)] for p in "xy")
@@ -249,8 +249,8 @@ def few_together(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
     """Read a few calls together, and keep what takes memory elsewhere."""
     for name in ("CHUNK", "_CHECKED"):
         monkeypatch.setattr(f"opintercept.runs.store.columns.{name}", calls)
-    monkeypatch.setattr("opintercept.runs.compare.index._WAITING", 2 * calls)
-    monkeypatch.setattr("opintercept.runs.compare.index._MOST_CHANGED", 40)
+    monkeypatch.setattr("opintercept.runs.compare.pairs._WAITING", 2 * calls)
+    monkeypatch.setattr("opintercept.runs.compare.pairs._MOST_CHANGED", 40)
 
 
 @pytest.mark.parametrize("change", ["none", "all", "left out", "added", "moved", "shuffled", "cut", "other modules"])

@@ -14,7 +14,18 @@ from typing import Any, Literal
 import numpy as np
 
 from opintercept._core.record import CallRecord
-from opintercept.runs.compare.columns import (
+from opintercept.runs.compare.difference import (
+    KINDS,
+    Absent,
+    CallDifference,
+    ModuleDifference,
+    RoleDifference,
+)
+from opintercept.runs.compare.judged import decides, judged, story, unjudged
+from opintercept.runs.compare.operands import Comparer, TensorErrors
+from opintercept.runs.compare.pairing import BY, PAIRINGS, Ids, outcome
+from opintercept.runs.compare.pairs import PHASES, Index, Pairs, PairWindow
+from opintercept.runs.compare.tolerance import (
     OPERANDS,
     OTHERS,
     Compared,
@@ -26,16 +37,6 @@ from opintercept.runs.compare.columns import (
     operand,
     role_differences,
 )
-from opintercept.runs.compare.difference import (
-    KINDS,
-    Absent,
-    CallDifference,
-    ModuleDifference,
-    RoleDifference,
-)
-from opintercept.runs.compare.index import PHASES, Index, Pairs, PairWindow
-from opintercept.runs.compare.judged import decides, judged, story, unjudged
-from opintercept.runs.compare.pairing import BY, PAIRINGS, Ids, outcome
 from opintercept.runs.compare.totals import (
     ADDED,
     ARGUMENT,
@@ -51,7 +52,6 @@ from opintercept.runs.compare.totals import (
     differ,
     rows_of,
 )
-from opintercept.runs.compare.values import Comparer, TensorErrors
 from opintercept.runs.program.names import first_models, module_name
 from opintercept.runs.store.codec import StoredCall
 from opintercept.runs.store.columns import FIGURES, ROLES, SLOTS, Array, Arrays, Columns

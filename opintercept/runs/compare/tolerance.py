@@ -17,8 +17,8 @@ from opintercept._ops.scratch import FILLS, torchs_name
 from opintercept._ops.slots import slots_of
 from opintercept._values.stats import Values
 from opintercept.runs.compare.difference import RoleDifference
+from opintercept.runs.compare.operands import Basis, Comparer, TensorErrors, is_random
 from opintercept.runs.compare.pairing import BY
-from opintercept.runs.compare.values import Basis, Comparer, TensorErrors, is_random
 from opintercept.runs.store.codec import StoredCall, is_output
 from opintercept.runs.store.columns import FIGURES, Array, Arrays, Columns
 from opintercept.runs.sums import CodeNumbers

@@ -1,7 +1,7 @@
 """`Comparer`: what the signatures of two calls say of their operands and arguments, and how far tensors are apart.
 
-Invariant: a verdict rests on what both runs recorded; what either left out is no difference. `columns` compares values.
-Must not import numpy. Imports torch only if both runs have tensors.
+Invariant: a verdict rests on what both runs recorded; what either left out is no difference. Must not import
+numpy, which compares values in `tolerance`. Imports torch only if both runs have tensors.
 """
 
 from __future__ import annotations
