@@ -10,7 +10,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
@@ -173,7 +173,7 @@ def replay(
         raise OpInterceptError(f"device {str(device)!r} is not available: {missing}") from missing
     with _set(chosen), torch.no_grad():
         try:
-            operator, args, kwargs = _prepared(run, call, lambda tensor: _moved(tensor, dtype, device), device, limit)
+            operator, args, kwargs = _prepared(run, call, dtype, device, limit)
             started = time.perf_counter()
             made = again.run(operator, args, kwargs)
         except OpInterceptError:
@@ -253,9 +253,9 @@ def _find(run: Run, index: int, rank: int | None) -> StoredCall:
 
 
 def _prepared(
-    run: Run, call: StoredCall, moved: Callable[[torch.Tensor], torch.Tensor], device: torch.device, limit: int
+    run: Run, call: StoredCall, dtype: torch.dtype | None, device: torch.device, limit: int
 ) -> tuple[again.Operator, list[Any], dict[str, Any]]:
-    """The operator of a call and its arguments, of which `moved` changes each tensor; they have passed all checks."""
+    """The operator of a call and its arguments, which have passed all checks."""
     run.check_trusted()
     operator = again.operator_of(call.record.op, call.record.func)
     known: dict[Any, torch.Tensor] = {}
@@ -265,7 +265,9 @@ def _prepared(
             case {"tensor": str(name), "shape": list(shape), "stride": list(stride)}:
                 key = (name, tuple(map(str, shape)), tuple(map(str, stride)))  # a tensor that is passed twice stays one
                 if key not in known:
-                    known[key] = moved(again.strided(run.load(call.rank, name, limit), shape, stride, limit))
+                    made = again.strided(run.load(call.rank, name, limit), shape, stride, limit)
+                    converts = dtype is not None and (made.is_floating_point() or made.is_complex())
+                    known[key] = made.to(device, dtype if converts else made.dtype)
                 return known[key]
         raise again.NotRunError(f"a recorded argument must be a tensor, a number or a dtype, got {describe(plain)}")
 
@@ -287,12 +289,6 @@ def _given(run: Run, call: StoredCall) -> Mapping[str, Any]:
     raise OpInterceptError(f"call {call.record.index} cannot be run again, as its arguments were not recorded; {why}")
 
 
-def _moved(tensor: torch.Tensor, dtype: torch.dtype | None, device: torch.device) -> torch.Tensor:
-    if dtype is not None and (tensor.is_floating_point() or tensor.is_complex()):
-        tensor = tensor.to(dtype)
-    return tensor.to(device)
-
-
 def _compared(role: str, recorded: torch.Tensor, now: torch.Tensor) -> Replayed:
     metas = [cast(TensorMeta, TensorMeta.of(tensor)) for tensor in (recorded, now)]
     equal = (
@@ -312,16 +308,14 @@ _SET = {name: set_ for name, (_, set_) in FLAGS.items() if set_ is not None}
 
 def _parsed(flags: Mapping[str, str]) -> dict[str, Any]:
     """The values of flags, which are of the types that they have now."""
-    for name in flags:
+    found = {}
+    for name, text in flags.items():
         if name not in _SET:
             raise ValueError(f"a flag must be one of {', '.join(_SET)}, got {name!r}")
-    return {name: _value(type(FLAGS[name][0]()), text) for name, text in flags.items()}
-
-
-def _value(kind: type, text: str) -> Any:
-    if kind is bool and text.lower() not in ("true", "false"):
-        raise ValueError(f"a flag must be True or False, got {text!r}")
-    return text.lower() == "true" if kind is bool else kind(text)
+        if (kind := type(FLAGS[name][0]())) is bool and text.lower() not in ("true", "false"):
+            raise ValueError(f"a flag must be True or False, got {text!r}")
+        found[name] = text.lower() == "true" if kind is bool else kind(text)
+    return found
 
 
 @contextlib.contextmanager

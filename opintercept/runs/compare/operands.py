@@ -127,7 +127,12 @@ class Comparer:
             return bare._replace(equal=None if raised else False, by="metadata")
         if role == "output" and not same_operator and (a.record.bias is None) != (b.record.bias is None):
             return bare  # one output includes the bias, the other does not
-        same_shape = _same_but_flattened(one.shape, other.shape)
+        same_shape = (
+            one.shape == other.shape
+            or (  # but for leading dimensions that one may have flattened
+                math.prod(one.shape) == math.prod(other.shape) and one.shape[-1:] == other.shape[-1:]
+            )
+        )
         if not same_shape and (same_operator or sorted(one.shape) != sorted(other.shape)):
             return bare._replace(equal=False, by="metadata")
         same_dtype = one.dtype == other.dtype
@@ -184,8 +189,3 @@ def _errors(by: By, x: torch.Tensor, y: torch.Tensor) -> TensorErrors | None:
         return None
     floating = all(each.is_floating_point() or each.is_complex() for each in (x, y))
     return TensorErrors(by, errors.absolute, errors.relative, errors.ulp if floating else None, errors.cosine)
-
-
-def _same_but_flattened(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Whether two shapes are equal, except that one may have flattened leading dimensions of the other."""
-    return one == other or (math.prod(one) == math.prod(other) and one[-1:] == other[-1:])

@@ -13,7 +13,7 @@ from typing import Any
 from opintercept._core.text import counted
 from opintercept.runs.report.page import filled, save
 from opintercept.runs.report.panels import NAME, NAMED, rounded, shown_text
-from opintercept.runs.why.answer import Answer, Cause, Layer
+from opintercept.runs.why.answer import Answer, Cause
 
 CAUSES = 200
 
@@ -27,7 +27,8 @@ def page(found: Answer) -> str:
     """The page as text."""
     loss = found.loss
     layers = sorted(found.layers, key=lambda layer: -abs(layer.cost))
-    rows = [*map(_cause, found.rows()[:CAUSES]), *map(_layer, layers[:CAUSES])]
+    roundings = [("rounding", layer.module, "measured in A's program", layer.cost) for layer in layers[:CAUSES]]
+    rows = [*map(_cause, found.rows()[:CAUSES]), *(_row(*each, []) for each in roundings)]
     left = len(found.rows()) + len(layers) - len(rows)
     notes = [f"{counted(left, 'cause')} that cost less are left out"] if left > 0 else []
     data = {
@@ -51,33 +52,22 @@ def _cause(cause: Cause) -> dict[str, Any]:
         return [[named, ", ".join([*shown[:NAMED], *more])]] if shown else []
 
     roundings = rounded(cause.roundings)
-    return {
-        "what": shown_text(
-            f"B {cause.what}" if cause.what else "not known: no single change that was tried explains it"
-        ),
-        "place": shown_text(str(cause.place)),
-        "sure": shown_text(cause.certainty),
-        "cost": _finite(cause.cost),
-        "facts": [
-            *places("also in", *cause.also),
-            *places("in B", *([] if cause.other is None else [cause.other])),
-            *places("begins after", *cause.after),
-            *places("only A computes", *cause.only_a),
-            *places("only B computes", *cause.only_b),
-            *([] if roundings is None else [["off by", f"{roundings:g} times what rounding may do"]]),
-            *([["or", shown_text(f"B {other}")] for other in cause.others]),
-        ],
-    }
+    facts = [
+        *places("also in", *cause.also),
+        *places("in B", *([] if cause.other is None else [cause.other])),
+        *places("begins after", *cause.after),
+        *places("only A computes", *cause.only_a),
+        *places("only B computes", *cause.only_b),
+        *([] if roundings is None else [["off by", f"{roundings:g} times what rounding may do"]]),
+        *([["or", shown_text(f"B {other}")] for other in cause.others]),
+    ]
+    what = f"B {cause.what}" if cause.what else "not known: no single change that was tried explains it"
+    return _row(what, str(cause.place), cause.certainty, cause.cost, facts)
 
 
-def _layer(layer: Layer) -> dict[str, Any]:
-    return {
-        "what": "rounding",
-        "place": shown_text(layer.module),
-        "sure": "measured in A's program",
-        "cost": _finite(layer.cost),
-        "facts": [],
-    }
+def _row(what: str, place: str, sure: str, cost: float | None, facts: list[list[str]]) -> dict[str, Any]:
+    shown = {"what": shown_text(what), "place": shown_text(place), "sure": shown_text(sure)}
+    return shown | {"cost": _finite(cost), "facts": facts}
 
 
 def _finite(value: float | None) -> float | None:

@@ -119,7 +119,9 @@ class CallSignature:
             self.roles: dict[str, tuple[int, bool]] = _by_role(members["roles"], _size)
             self.slots = slots_of(self.roles)
             arguments = entries(members["arguments"], MAX_ARGUMENTS)
-            self.arguments = {_parameter(name): _argument(value) for name, value in arguments}
+            if any(len(name) > MAX_PARAMETER for name, _ in arguments):
+                raise ValueError("a parameter's name")
+            self.arguments = {text(name): _argument(value) for name, value in arguments}
         except WRONG as wrong:
             raise OpInterceptError("the run is damaged: a signature is not that of a call") from wrong
         own: dict[str, Any] = dict.fromkeys(OWN) | {"index": 0, "step": 0, "phase": "forward"}
@@ -192,12 +194,6 @@ def _matched(value: Any, pattern: re.Pattern[str]) -> str:
     if not pattern.fullmatch(of_type(value, str)):
         raise ValueError(f"a text that matches {pattern.pattern}")
     return value  # type: ignore[no-any-return]
-
-
-def _parameter(name: str) -> str:
-    if len(name) > MAX_PARAMETER:
-        raise ValueError("a parameter's name")
-    return text(name)
 
 
 def _argument(value: Any, depth: int = 0) -> Any:

@@ -233,7 +233,11 @@ class Columns:
         return np.asarray(codes | records["phase"].astype(np.int64) << 2 | _field(records, "grad_of").astype(np.int64))
 
     def _call_site(self, code: int) -> StoredCallSite:
-        module, source = _site_of(members_of(self._sites.lines[code >> 4]))
+        members: Any = members_of(self._sites.lines[code >> 4])
+        try:
+            module, source = (None if members[name] is None else text(members[name]) for name in IN_SITE)
+        except WRONG as wrong:
+            raise OpInterceptError("the run is damaged: a call site is not that of a call") from wrong
         return StoredCallSite(module, source, CHOICES["phase"][code >> 2 & 3] or "", CHOICES["grad_of"][code & 3])
 
     def __len__(self) -> int:
@@ -483,14 +487,6 @@ class _SharedTexts:
         if self._is_whole:
             return np.asarray(numbers < len(self.numbers))
         return np.asarray(np.append(self.numbers, -1)[self.places(numbers)] == numbers)
-
-
-def _site_of(members: Any) -> tuple[str | None, str | None]:
-    try:
-        module, source = (None if members[name] is None else text(members[name]) for name in IN_SITE)
-        return module, source
-    except WRONG as wrong:
-        raise OpInterceptError("the run is damaged: a call site is not that of a call") from wrong
 
 
 def dtypes_of(tables: Any, path: Path) -> tuple[Any, Any]:

@@ -171,22 +171,14 @@ def _of_processes(folder: Path, parts: list[Path]) -> Run:
     places = {"" if part == folder else part.name: part for part in parts}
     infos = {name: read_info(part) for name, part in places.items()}
     kept = processes.of_one_program(infos)
-    if len(kept) > 1 and not _has_calls(folder):
+    files = (folder / name for name in (CALLS, "flight-calls.bin"))
+    if len(kept) > 1 and not any(file.is_file() and file.stat().st_size for file in files):
         kept = [name for name in kept if name]
     infos = {name: infos[name] for name in kept}
     numbers = processes.numbered(infos)
     titles = processes.titles(numbers, infos) if any(info.world_size == 1 for info in infos.values()) else {}
     of_numbers = {number: infos[name] for number, name in numbers.items()}
     return Run(folder, {number: places[name] for number, name in numbers.items()}, of_numbers, titles)
-
-
-def _has_calls(part: Path) -> bool:
-    """Whether a process has recorded any call, as its files tell."""
-    for name in (CALLS, "flight-calls.bin"):
-        with suppress(OSError):
-            if os.lstat(part / name).st_size:
-                return True
-    return False
 
 
 def _pairs(named: Mapping[str, str], between: str) -> str:
@@ -266,14 +258,12 @@ def child_folders(folder: Path) -> list[Path]:
         found = [entry for entry in sorted(folder.iterdir()) if entry.is_dir() and not entry.is_symlink()]
     except (OSError, ValueError):
         return []
-    return list(filter(_is_child, found))
-
-
-def _is_child(folder: Path) -> bool:
-    try:
-        return processes.is_child(read_info(folder))
-    except (OSError, OpInterceptError):  # none, or one of another version
-        return False
+    children = []
+    for entry in found:
+        with suppress(OSError, OpInterceptError):  # none, or one of another version
+            if processes.is_child(read_info(entry)):
+                children.append(entry)
+    return children
 
 
 class Run(Frames, Page):
@@ -506,7 +496,11 @@ class Run(Frames, Page):
         key = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
         if path not in self._tensor_files or self._tensor_files[path][0] != key:
             self._tensor_files.pop(path, None)
-            self._tensor_files[path] = key, _safe_open()(path, "pt")
+            try:
+                from safetensors import safe_open
+            except ImportError as missing:
+                raise needs("reading tensors of a run", "safetensors", "'opintercept[cli]'") from missing
+            self._tensor_files[path] = key, safe_open(path, "pt")
             if len(self._tensor_files) > _MOST_FILES:
                 del self._tensor_files[next(iter(self._tensor_files))]
         return self._tensor_files[path][1]
@@ -524,14 +518,6 @@ def _warn_of(columns: Columns, folder: Path) -> None:
     for number, what in ((columns.damaged, damaged), (columns.left_out, left_out)):
         if number:
             warnings.warn(f"skipped {what}", OpInterceptWarning, stacklevel=4)
-
-
-def _safe_open() -> Any:
-    try:
-        from safetensors import safe_open
-    except ImportError as missing:
-        raise ImportError("reading tensors of a run needs safetensors; pip install 'opintercept[cli]'") from missing
-    return safe_open
 
 
 def _size_of(part: Any) -> int:

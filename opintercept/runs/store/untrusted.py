@@ -44,13 +44,14 @@ def checks_of(hint: Any) -> Checks:
     if origin in (Union, UnionType):
         return {kind: check for part in parts for kind, check in checks_of(part).items()}
     if hint == tuple[int, ...]:
-        return {list: _dims}
+        return {list: lambda value: tuple(map(integer, items(value)))}
+    every = [checks_of(part) for part in parts if part is not ...]
+    if origin is tuple and parts[1:] == (...,):
+        return {list: lambda value: tuple([checked(item, every[0]) for item in value])}
     if origin is tuple:
-        if parts[1:] == (...,):
-            return {list: partial(_sequence, checks=checks_of(parts[0]))}
-        return {list: partial(_tuple, checks=[checks_of(part) for part in parts])}
+        return {list: lambda value: tuple([checked(item, each) for item, each in zip(value, every, strict=True)])}
     if origin is Mapping:
-        return {dict: partial(_mapping, checks=checks_of(parts[1]))}
+        return {dict: lambda value: {text(key): checked(item, every[1]) for key, item in value.items()}}
     if is_dataclass(hint) or hasattr(hint, "_fields"):
         return {dict: reader(field_checks(hint), hint)}
     raise TypeError(f"a type that is read from JSON must be one that checks_of knows, got {hint!r}")
@@ -122,28 +123,8 @@ def entries(value: Any, most: int) -> ItemsView[str, Any]:
     return value.items()  # type: ignore[no-any-return]
 
 
-def _none(value: None) -> None:
-    return value
-
-
-def _dims(value: list[Any]) -> tuple[int, ...]:
-    return tuple(map(integer, items(value)))
-
-
-def _sequence(value: list[Any], checks: Checks) -> tuple[Any, ...]:
-    return tuple([checked(item, checks) for item in value])
-
-
-def _tuple(value: list[Any], checks: list[Checks]) -> tuple[Any, ...]:
-    return tuple([checked(item, allowed) for item, allowed in zip(value, checks, strict=True)])
-
-
-def _mapping(value: dict[str, Any], checks: Checks) -> dict[str, Any]:
-    return {text(key): checked(item, checks) for key, item in value.items()}
-
-
 _PLAIN: dict[Any, Checks] = {
-    NoneType: {NoneType: _none},
+    NoneType: {NoneType: lambda value: value},
     str: {str: text},
     bool: {bool: bool},
     int: {int: count},
