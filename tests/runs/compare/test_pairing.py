@@ -13,12 +13,11 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from made_runs import ATTENTION, add_damaged, call, chain, kinds, peak_memory, values, write
+from made_runs import ATTENTION, add_damaged, call, chain, peak_memory, values, write
 from torch import nn
 
 from opintercept import OpInterceptWarning, intercept, runs
 from opintercept.runs.compare.difference import order
-from opintercept.runs.store.columns import Columns
 
 
 def test_models_with_equal_inner_names_are_never_paired_with_each_other(compare: Any) -> None:
@@ -191,32 +190,6 @@ def test_a_module_that_both_runs_have_is_not_taken_for_another(compare: Any) -> 
     b = [*chain("a", "b"), call("b", "x", "w", "y")]
     found = compare(a, b)
     assert (found.pairs, found.unmatched_calls) == (2, (1, 1))
-
-
-def test_a_shorter_run_is_read_no_more_often_for_more_modules(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[Any] = []
-    gather = Columns.gather
-
-    def counted(self: Columns, *given: Any) -> Any:
-        read.append(given)
-        return gather(self, *given)
-
-    monkeypatch.setattr(Columns, "gather", counted)
-    counts = []
-    for modules in ("abc", "abcdefghijkl"):
-        read.clear()
-        assert compare(chain(*modules) * 2, chain(*modules, of="a")).pairs == len(modules)
-        counts.append(len(read))
-    assert counts[0] == counts[1]
-
-
-@pytest.mark.slow
-def test_calls_may_be_of_more_kinds_than_16_bits_number(compare: Any) -> None:
-    one = call("m", "x", "w", "y", kept=False)
-    before = [one | {"module": str(number)} for number in range(1 << 16)]
-    found = compare([*before, *chain("a", "b")], chain("a", "b", of="b"))
-    assert (found.pairs, found.unmatched_calls) == (2, (1 << 16, 0))
-    assert kinds(found) == {"b": {"changed operand": 1}}
 
 
 @pytest.mark.slow

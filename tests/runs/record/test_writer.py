@@ -211,23 +211,6 @@ def test_a_full_disk_keeps_whole_records(room: int, tmp_path: Path) -> None:
     assert (thread.calls > 0) == (room >= 700)
 
 
-def test_a_writer_continues_the_run_of_another(tmp_path: Path) -> None:
-    before, encoder = None, Encoder()
-    for index in range(3):
-        thread = begun(tmp_path / "run", encoder, before)
-        thread.put(entry(index, torch.full((2,), float(index)), hashed=f"{index:016x}"))
-        thread.put(entry(index, torch.zeros(2), hashed="0" * 16))
-        thread.close()
-        before = thread
-    run = runs.open_run(tmp_path / "run")
-    assert [tensor_of(run, call)[0].item() for call in run.calls()] == [0, 0, 1, 0, 2, 0]
-    assert len({call.tensors["lhs"] for call in run.calls()}) == 3
-    assert before is not None
-    assert before.calls == 6
-    size = sum(path.stat().st_size for path in (tmp_path / "run").rglob("*") if path.is_file())
-    assert before.nbytes == size
-
-
 def test_the_number_of_remembered_names_is_bounded(
     started: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -145,13 +145,6 @@ def test_the_map_is_bounded_and_loses_no_call(places: list[tuple[int, int, bool]
     assert {step // shown["width"] * shown["width"] for step in steps} == set(shown["steps"])
 
 
-def test_steps_far_apart_have_a_column_each(tmp_path: Path) -> None:
-    calls: list[Any] = [(replace(CALL, step=step), {}) for step in range(0, 15_000, 100)]
-    heat = summary(tmp_path, *calls)["heat"]
-    assert heat["width"] == 1
-    assert heat["steps"] == list(range(0, 15_000, 100))
-
-
 def test_matmuls_are_grouped_by_numbered_modules_and_the_rest_is_added_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import glob
+import json
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
 
 from opintercept._core.errors import OpInterceptError
-from opintercept._core.text import listed, short_name
+from opintercept._core.text import csv_cell, listed, short_name
 from opintercept._reports.calls import OpenedRun
 from opintercept._reports.filters import Choice, NameFilter
+from opintercept._reports.sums import Row
 from opintercept._reports.text import BARS
 from opintercept._reports.views import show_calls, show_groups, show_steps
 from opintercept.cli.options import add_filters, add_process, count
-from opintercept.cli.show.data import head_of, write_csv, write_json
-from opintercept.cli.terminal.output import can_print, print_parts
+from opintercept.cli.terminal.output import can_print, finite_json, print_parts
 from opintercept.cli.terminal.progress import progress
 from opintercept.runs import open_run
-from opintercept.runs.store.run import is_run
+from opintercept.runs.store.run import Run, is_run
 
 _KEYS = ("module", "op", "phase", "shape", "dtype", "step", "rank", "process", "source", "run")
 _SORTS = ("time", "flops", "rate", "calls", "nonfinite", "max", "min", "index", "module", "op")
@@ -99,9 +102,9 @@ def command(arguments: argparse.Namespace) -> int:
         else:
             view = show_groups(opened, choice, names)
     if arguments.json:
-        write_json(head_of(opened, view.heads), view.name, view.rows)
+        _write_json(_head_of(opened, view.heads), view.name, view.rows)
     elif arguments.csv:
-        write_csv(view.rows, view.columns)
+        _write_csv(view.rows, view.columns)
     else:
         print_parts(view.parts)
     return 0
@@ -125,3 +128,34 @@ def _opened(paths: Iterable[str]) -> Iterator[OpenedRun]:
 def _natural(path: str) -> list[tuple[int, str]]:
     """A key that sorts `run9` before `run10`."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split("([0-9]+)", path)]
+
+
+def _write_json(head: Row, name: str, rows: Iterable[Row]) -> None:
+    """Print the head, then the rows one by one: there may be many."""
+    print(f'{json.dumps(finite_json(head), allow_nan=False)[:-1]},\n"{name}": [', end="")
+    for number, row in enumerate(rows):
+        print(",\n" if number else "\n", end="")
+        print(json.dumps(finite_json(row), allow_nan=False), end="")
+    print("\n]}")
+
+
+def _head_of(opened: list[OpenedRun], heads: list[Row]) -> Row:
+    """Return what JSON says before the rows: one run under `run`, several as a list under `runs`."""
+    if len(opened) == 1:
+        return {"run": _about(opened[0].run)} | heads[0]
+    return {"runs": [_about(run) | {"path": name} | head for (name, run), head in zip(opened, heads, strict=True)]}
+
+
+def _about(run: Run) -> Row:
+    return {"path": str(run.path), "ranks": {str(rank): info.as_dict() for rank, info in run.infos.items()}} | (
+        {"processes": {str(rank): title for rank, title in run.titles.items()}} if run.titles else {}
+    )
+
+
+def _write_csv(rows: Iterable[Row], columns: Iterable[str]) -> None:
+    """Print the rows as CSV."""
+    columns = tuple(columns)
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(columns)
+    for row in rows:
+        writer.writerow(csv_cell(row[name]) for name in columns)
