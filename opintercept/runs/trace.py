@@ -20,7 +20,7 @@ from opintercept._core.errors import OpInterceptError
 from opintercept._values.stats import Values
 from opintercept.runs.program.names import module_name
 from opintercept.runs.store.codec import StoredCall, is_output
-from opintercept.runs.store.columns import CHUNK, Array, Arrays, Columns, in_steps
+from opintercept.runs.store.columns import CHUNK, Array, Columns, in_steps
 from opintercept.runs.store.files import replaced
 from opintercept.runs.store.run import Run
 from opintercept.runs.store.texts import compact
@@ -106,16 +106,10 @@ def _profile(path: Path) -> dict[str, Any]:
     )
 
 
-def _chosen(columns: Columns, names: tuple[str, ...], steps: range | None) -> Iterator[tuple[Array, Arrays]]:
-    """Columns of the calls of these steps, piece by piece, with the numbers of the calls."""
-    for first, chunk in columns.chunks(("step", *names), steps=steps):
-        which = in_steps(chunk["step"], steps)
-        yield np.flatnonzero(which) + first, {name: column[which] for name, column in chunk.items()}
-
-
 def _first_start(run: Run, steps: range | None) -> int:
     processes = map(run.columns, run.ranks)
-    times = (chunk["started"] for each in processes for _, chunk in _chosen(each, ("started",), steps))
+    chunks = (chunk for each in processes for _, chunk in each.chunks(("step", "started"), steps=steps))
+    times = (chunk["started"][in_steps(chunk["step"], steps)] for chunk in chunks)
     return min((int(each.min()) for each in times if len(each)), default=0)
 
 
@@ -134,18 +128,15 @@ class _Process:
 
     def __init__(self, rank: int, columns: Columns, steps: range | None) -> None:
         self._rank, self._columns = rank, columns
-        found: dict[str, list[Array]] = {name: [] for name in (*_PLACES, "number")}
-        for numbers, chunk in _chosen(columns, _PLACES[1:], steps):
-            found["number"].append(numbers)
-            for name in _PLACES:
-                found[name].append(chunk[name])
-        all_: dict[str, Array] = {name: np.concatenate([np.empty(0, int), *parts]) for name, parts in found.items()}
+        read = columns.read(_PLACES, 0, len(columns))
+        numbers = np.flatnonzero(in_steps(read["step"], steps))
+        all_ = {name: column[numbers] for name, column in read.items()}
         if (all_["started"] < 0).any():
             raise OpInterceptError("the calls of the run have no times; record it again with this version")
         length = np.clip(np.nan_to_num(all_["elapsed"].astype(np.float64) * 1e9), 0, _LONGEST).astype(np.int64)
         ends = all_["started"] + length
         order = np.lexsort((-ends, all_["started"], all_["thread"]))
-        self.numbers, self.threads = all_["number"][order], all_["thread"][order]
+        self.numbers, self.threads = numbers[order], all_["thread"][order]
         self._index, self._forward = all_["index"][order], all_["forward"][order]
         self._step, self._call_site = all_["step"][order], all_["site"][order]
         self.starts, self.ends = _apart(self.threads, all_["started"][order], ends[order])
