@@ -30,25 +30,13 @@ class Claim:
         try:
             while not self.holds():  # at first, and where a recorder that ended has removed the file meanwhile
                 self._close()
-                self._lock(folder)
+                self._descriptor = _locked(folder, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX)
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, f"process {self._process} on {platform.node()!r}".encode(), 0)
         except BaseException:
             self._close()
             raise
         _held.add(self)
-
-    def _lock(self, folder: Path) -> None:
-        # Anyone may have put a link or a pipe there.
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        self._descriptor = os.open(self._path, flags, 0o666)
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            who = printable(os.pread(self._descriptor, 200, 0).decode(errors="replace")) or "another process"
-            raise OpInterceptError(f"{who} is recording to {str(folder)!r}; name another folder") from None
-        except OSError:  # a file system without locks
-            pass
 
     def holds(self) -> bool:
         """Whether the folder still has the locked file."""
@@ -82,6 +70,27 @@ def _leave_to_parent() -> None:
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def _locked(folder: Path, flags: int, how: int) -> int:
+    """Open and lock the file of a folder; refused if another recorder has locked it."""
+    # Anyone may have put a link or a pipe there.
+    descriptor = os.open(folder / LOCK, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        who = printable(os.pread(descriptor, 200, 0).decode(errors="replace")) or "another process"
+        os.close(descriptor)
+        raise OpInterceptError(f"{who} is recording to {str(folder)!r}; name another folder") from None
+    except OSError:  # a file system without locks
+        pass
+    return descriptor
+
+
+def check_unclaimed(folder: Path) -> None:
+    """Refuse a folder that a recorder writes to. Several processes may ask at once."""
+    with contextlib.suppress(OSError):  # there is no such file
+        os.close(_locked(folder, os.O_RDONLY, fcntl.LOCK_SH))
 
 
 def check_free(folder: Path, *, overwrite: bool) -> None:

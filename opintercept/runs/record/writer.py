@@ -24,7 +24,7 @@ from opintercept._core.errors import OpInterceptError
 from opintercept._core.in_kernel import Sink
 from opintercept._core.record import PendingRecord
 from opintercept._values.stats import Values
-from opintercept.runs.record.claim import Claim
+from opintercept.runs.record.claim import LOCK, Claim, check_unclaimed
 from opintercept.runs.store import records
 from opintercept.runs.store.flight import FLIGHT, Snapshot
 from opintercept.runs.store.processes import SUMMARY
@@ -480,14 +480,21 @@ def remove_leftovers(folder: Path, world_size: int) -> None:
 
 def _remove(part: Path, folder: Path, claimed: bool = False) -> None:
     if not claimed:
-        Claim(part).release()  # unless another recorder writes there
+        check_unclaimed(part)
     stored = part / TENSORS
     names: list[str] = []
     if not stored.is_symlink():
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             names = os.listdir(stored)
     found = [stored / name for name in names if _STORED.fullmatch(name)]
-    names = [*_FILES, *FLIGHT, SUMMARY, f"{INFO}.part", INFO]  # a folder with INFO is a run: it goes last
+    names = [
+        *_FILES,
+        *FLIGHT,
+        SUMMARY,
+        *([] if claimed else [LOCK]),
+        f"{INFO}.part",
+        INFO,
+    ]  # a folder with INFO is a run: it goes last
     for path in (*found, *(part / name for name in names)):
         path.unlink(missing_ok=True)
     for empty in (stored, part):
