@@ -39,6 +39,13 @@ def record(path: Path, tensors: Any = "stats", **options: Any) -> None:
         torch.eye(2) @ torch.eye(2)
 
 
+def run_of(path: Path, program: Callable[[], object], tensors: Any = "stats", *hooks: Any, **options: Any) -> Run:
+    """The run of a program, which further hooks may change."""
+    with intercept([*hooks, RunRecorder(path, tensors)], **options):
+        program()
+    return open_run(path)
+
+
 def no_writer() -> bool:
     return not any(isinstance(thread, writer.Writer) for thread in threading.enumerate())
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from recorded import run_of
 
 from opintercept import HookError, OpInterceptError, OpInterceptWarning, intercept, runs
 
@@ -27,9 +28,7 @@ X = torch.linspace(-1, 1, 24).view(3, 8)
 
 
 def record(folder: Path, program: Any, tensors: Any = "full") -> Path:
-    with intercept(runs.RunRecorder(folder / "run", tensors)):
-        program()
-    return folder / "run"
+    return run_of(folder / "run", program, tensors).path
 
 
 def broken(net: Net, layer: int) -> Net:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from made_runs import plain, rewrite
 from processes import run_python
+from recorded import run_of
 
 from opintercept import OpInterceptError, intercept, runs
 from opintercept.cli import main
@@ -20,9 +21,7 @@ from opintercept.runs.replay import replay, write_script
 
 
 def record(folder: Path, program: Callable[[], Any], level: Any = "dispatch", tensors: Any = "full") -> runs.Run:
-    with intercept(runs.RunRecorder(folder / "run", tensors), level=level):
-        program()
-    return runs.open_run(folder / "run")
+    return run_of(folder / "run", program, tensors, level=level)
 
 
 def product() -> torch.Tensor:

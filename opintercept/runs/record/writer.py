@@ -487,14 +487,8 @@ def _remove(part: Path, folder: Path, claimed: bool = False) -> None:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             names = os.listdir(stored)
     found = [stored / name for name in names if _STORED.fullmatch(name)]
-    names = [
-        *_FILES,
-        *FLIGHT,
-        SUMMARY,
-        *([] if claimed else [LOCK]),
-        f"{INFO}.part",
-        INFO,
-    ]  # a folder with INFO is a run: it goes last
+    lock = () if claimed else (LOCK,)
+    names = [*_FILES, *FLIGHT, SUMMARY, *lock, f"{INFO}.part", INFO]  # a folder with INFO is a run: it goes last
     for path in (*found, *(part / name for name in names)):
         path.unlink(missing_ok=True)
     for empty in (stored, part):

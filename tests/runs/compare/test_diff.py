@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from made_runs import ATTENTION, attention, call, chain, change_records, kinds, peak_memory, ranked, values, write
+from recorded import run_of
 from torch._inductor import config as inductor
 
 from opintercept import OpInterceptError, intercept, runs
@@ -507,18 +508,12 @@ def test_any_two_runs_give_an_answer_or_an_error(tmp_path: Path, data: Any) -> N
         json.dumps(found.as_dict())
 
 
-def record(path: Path, program: Callable[[], Any], tensors: Any = "stats") -> runs.Run:
-    with intercept(runs.RunRecorder(path, tensors)):
-        program()
-    return runs.open_run(path)
-
-
 @pytest.mark.parametrize("tensors", ["stats", "sample", "full"])
 def test_errors_are_those_of_the_tensors(tmp_path: Path, tensors: Any) -> None:
     torch.manual_seed(0)
     x, w = torch.randn(5, 6), torch.randn(6, 7)
     other = w + torch.randn(6, 7) * 1e-3
-    a, b = (record(tmp_path / name, partial(torch.mm, x, w), tensors) for name, w in (("a", w), ("b", other)))
+    a, b = (run_of(tmp_path / name, partial(torch.mm, x, w), tensors) for name, w in (("a", w), ("b", other)))
     found = diff(a, b)
     assert found.first.changed == ("rhs",)
     for role, one, two in (("rhs", w, other), ("output", x @ w, x @ other)):
@@ -546,8 +541,8 @@ def test_nan_is_a_difference_whatever_else_was_recorded(tmp_path: Path, tensors:
     x, w = torch.randn(50, 60), torch.randn(60, 70)
     broken = w.clone()
     broken[1, :60] = math.nan  # so few that a sample can miss them
-    a = record(tmp_path / "a", lambda: x @ w, tensors)
-    b = record(tmp_path / "b", lambda: x @ broken, tensors)
+    a = run_of(tmp_path / "a", lambda: x @ w, tensors)
+    b = run_of(tmp_path / "b", lambda: x @ broken, tensors)
     found = diff(a, b, rtol=rtol)
     assert found.first is not None
     assert (found.first.kind, found.first.changed) == ("changed operand", ("rhs",))
@@ -562,7 +557,7 @@ def test_a_sample_bounds_an_error_from_below_as_statistics_do(tmp_path: Path) ->
     x, ones = torch.ones(100, 100), torch.ones(1, 100)
     far = x.clone()
     far[17, 23] = 1e4
-    a, b = (record(tmp_path / n, partial(torch.mm, ones, w), "sample") for n, w in (("a", x), ("b", far)))
+    a, b = (run_of(tmp_path / n, partial(torch.mm, ones, w), "sample") for n, w in (("a", x), ("b", far)))
     rhs = next(role for role in diff(a, b).first.roles if role.role == "rhs")
     assert (rhs.by, rhs.max_absolute) == ("sample", 9999.0)
 
@@ -570,8 +565,8 @@ def test_a_sample_bounds_an_error_from_below_as_statistics_do(tmp_path: Path) ->
 def test_the_ulp_is_that_of_the_coarser_dtype(tmp_path: Path) -> None:
     torch.manual_seed(0)
     x, w = torch.randn(5, 6), torch.randn(6, 7)
-    a = record(tmp_path / "a", lambda: x @ w, "full")
-    b = record(tmp_path / "b", lambda: x.bfloat16() @ w.bfloat16(), "full")
+    a = run_of(tmp_path / "a", lambda: x @ w, "full")
+    b = run_of(tmp_path / "b", lambda: x.bfloat16() @ w.bfloat16(), "full")
     for one, two in ((a, b), (b, a)):
         found = diff(one, two)
         assert [entry.equal for entry in found.worst[0].roles] == [False] * 3
@@ -582,7 +577,7 @@ def test_the_ulp_is_that_of_the_coarser_dtype(tmp_path: Path) -> None:
 
 def test_without_its_tensor_files_a_run_is_compared_by_statistics(tmp_path: Path) -> None:
     x = torch.ones(4, 4)
-    a, b = (record(tmp_path / n, partial(torch.mm, x, x * f), "full") for n, f in (("a", 1.0), ("b", 2.0)))
+    a, b = (run_of(tmp_path / n, partial(torch.mm, x, x * f), "full") for n, f in (("a", 1.0), ("b", 2.0)))
     for path in (tmp_path / "b" / "tensors").iterdir():
         path.write_bytes(b"no tensors")
     output = diff(a, b).first.output
@@ -591,7 +586,7 @@ def test_without_its_tensor_files_a_run_is_compared_by_statistics(tmp_path: Path
 
 def test_integers_have_no_ulp(tmp_path: Path) -> None:
     x = torch.ones(4, 4, dtype=torch.int32)
-    a, b = (record(tmp_path / n, partial(torch.mm, x, x * f), "full") for n, f in (("a", 1), ("b", 2)))
+    a, b = (run_of(tmp_path / n, partial(torch.mm, x, x * f), "full") for n, f in (("a", 1), ("b", 2)))
     output = diff(a, b).first.output
     assert (output.max_absolute, output.relative, output.max_ulp, output.cosine) == (4.0, 1.0, None, 1.0)
 
@@ -620,9 +615,9 @@ def test_eager_and_compiled_runs_have_the_same_calls(tmp_path: Path, training: b
                 with torch.no_grad():
                     model(x)
 
-    a = record(tmp_path / "a", lambda: step(net().train(training)))
+    a = run_of(tmp_path / "a", lambda: step(net().train(training)))
     with inductor.patch(compile_threads=1):
-        b = record(tmp_path / "b", lambda: step(torch.compile(net().train(training))))
+        b = run_of(tmp_path / "b", lambda: step(torch.compile(net().train(training))))
     found = diff(a, b, rtol=1e-5, limit=1000)
     assert found.equal, found
     assert found.pairs == found.calls[0] == found.calls[1] > 10
@@ -633,7 +628,7 @@ def test_eager_and_compiled_runs_have_the_same_calls(tmp_path: Path, training: b
     changed: Any = net().train(training)
     changed[3].weight.data = changed[3].weight.data.bfloat16().float()
     with inductor.patch(compile_threads=1):
-        c = record(tmp_path / "c", lambda: step(torch.compile(changed)))
+        c = run_of(tmp_path / "c", lambda: step(torch.compile(changed)))
     found = diff(a, c, rtol=1e-5, limit=1000)
     assert (found.first.a.record.module, found.first.kind, found.first.changed) == ("3", "changed operand", ("rhs",))
     assert "added" not in found.kinds
@@ -657,12 +652,12 @@ def encode(model: Any, tokenizer: Any) -> None:
 def test_a_layer_of_a_pretrained_model_that_is_rounded_is_named(tmp_path: Path, compiled: bool) -> None:
     model, tokenizer = minilm.load()
     assert len(SENTENCES) == 50
-    a = record(tmp_path / "a", lambda: encode(model, tokenizer))
+    a = run_of(tmp_path / "a", lambda: encode(model, tokenizer))
     layer = "encoder.layer.3"
     for parameter in model.get_submodule(layer).parameters():
         parameter.data = parameter.data.bfloat16().float()
     with inductor.patch(compile_threads=1):
-        b = record(tmp_path / "b", lambda: encode(torch.compile(model) if compiled else model, tokenizer))
+        b = run_of(tmp_path / "b", lambda: encode(torch.compile(model) if compiled else model, tokenizer))
     started = time.perf_counter()
     found = diff(a, b, rtol=1e-5 if compiled else 0.0)
     assert time.perf_counter() - started < 10
@@ -712,7 +707,7 @@ def recur(state: float, cell: float = 0.0) -> Callable[[], Any]:
 def test_a_changed_argument_of_a_program_is_named(
     tmp_path: Path, a: Any, b: Any, argument: tuple[str, Any, Any], tensors: str
 ) -> None:
-    one, other = record(tmp_path / "a", a, tensors), record(tmp_path / "b", b, tensors)
+    one, other = run_of(tmp_path / "a", a, tensors), run_of(tmp_path / "b", b, tensors)
     first = diff(one, other).first
     assert first is not None
     assert (first.kind, first.arguments, first.changed) == ("changed argument", (argument,), ())
@@ -734,7 +729,7 @@ def test_a_changed_argument_of_a_program_is_named(
 def test_a_changed_mask_or_state_of_a_program_is_named(
     tmp_path: Path, a: Any, b: Any, operand: str, tensors: str
 ) -> None:
-    one, other = record(tmp_path / "a", a, tensors), record(tmp_path / "b", b, tensors)
+    one, other = run_of(tmp_path / "a", a, tensors), run_of(tmp_path / "b", b, tensors)
     first = diff(one, other).first
     assert first is not None
     assert (first.kind, first.arguments) == ("changed operand", ())
@@ -745,7 +740,7 @@ def test_a_changed_mask_or_state_of_a_program_is_named(
 
 
 def test_a_mask_of_a_run_without_values_is_named_if_one_run_has_it(tmp_path: Path) -> None:
-    one, other = (record(tmp_path / n, attend(attn_mask=m), "none") for n, m in (("a", None), ("b", MASK)))
+    one, other = (run_of(tmp_path / n, attend(attn_mask=m), "none") for n, m in (("a", None), ("b", MASK)))
     first = diff(one, other).first
     assert first is not None
     assert first.arguments == (("attn_mask", None, "(not recorded)"),)

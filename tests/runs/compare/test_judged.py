@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from made_runs import chain, ranked
+from recorded import run_of
 from torch import nn
 from torch.nn import functional as F
 
-from opintercept import OpInterceptError, intercept, runs
+from opintercept import OpInterceptError, runs
 from opintercept.cli import main
 from opintercept.runs.compare import judged
 from opintercept.runs.report import page
@@ -56,9 +57,7 @@ def inference(net: nn.Module, x: torch.Tensor = X) -> Program:
 
 
 def record(path: Path, program: Program, *edits: Any, tensors: Any = "full", ops: Any = "all") -> runs.Run:
-    with intercept([*edits, runs.RunRecorder(path, tensors)], ops=ops):
-        program()
-    return runs.open_run(path)
+    return run_of(path, program, tensors, *edits, ops=ops)
 
 
 def pair(tmp_path: Path, a: Program, b: Program, *edits: Any, **how: Any) -> tuple[runs.Run, runs.Run]:

@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,45 +31,25 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_writer_left")]
 def starts_at_once(make: Callable[[], Any], number: int, answers: Path, *, threads: bool) -> list[str]:
     """The results of several simultaneous starts. The recorder that runs stays active until all others are refused."""
 
-    def attempt(tell: Callable[[str], Any]) -> None:
+    def attempt() -> None:
+        answer = answers / str(threading.get_native_id())
         try:
             recorder = make()
             while time.time() < begin:
                 pass
             recorder.enter()
         except (ValueError, OpInterceptError) as refused:
-            (answers / str(threading.get_native_id())).touch()
-            tell(str(refused))
+            answer.write_text(str(refused))
             return
         while len(list(answers.iterdir())) < number - 1 and time.time() < begin + 20:
             time.sleep(0.01)
         recorder.exit()
-        tell("ran")
+        answer.write_text("ran")
 
     answers.mkdir()
     begin = time.time() + 0.05
-    told: list[str] = []
-    if threads:
-        run_threads(*[lambda: attempt(told.append)] * number)
-        return told
-    pipes = []
-    for _ in range(number):
-        reading, writing = os.pipe()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            child = os.fork()
-        if not child:
-            try:
-                attempt(lambda text, writing=writing: os.write(writing, text.encode()))  # type: ignore[misc]
-            finally:
-                os._exit(0)
-        os.close(writing)
-        pipes.append((child, reading))
-    for child, reading in pipes:
-        os.waitpid(child, 0)
-        told.append(os.read(reading, 4096).decode())
-        os.close(reading)
-    return told
+    run_threads(*[attempt if threads else partial(run_forked, attempt)] * number)
+    return [answer.read_text() for answer in answers.iterdir()]
 
 
 REFUSED = (

@@ -9,7 +9,7 @@ import random
 import re
 import shlex
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -325,6 +325,13 @@ def test_histograms_are_spread_over_the_steps() -> None:
         assert all(len(group) == size for group in groups)
 
 
+def drift_between(path: Path, made: Callable[[int], Any]) -> dict[str, Any]:
+    """What the page shows of the errors between two runs, of which `made` returns the calls: those of A for 0."""
+    a, b = (open_run(folder(path / name, *made(side))) for side, name in enumerate("ab"))
+    found: dict[str, Any] = data_of(report.page(a, b))["divergence"]["drift"]
+    return found
+
+
 def drifting(noise: float, fault: float, at: int) -> list[tuple[CallRecord, dict[str, Any]]]:
     """Four layers for 40 steps, each output off by `noise`, and by `fault` in `layers.2` from a step on."""
     calls = []
@@ -376,15 +383,14 @@ def test_the_first_step_above_the_noise_is_found(
 def test_an_error_within_rounding_is_not_above_the_noise(
     tmp_path: Path, dtype: str, error: float, operands: dict[str, Any], above: bool
 ) -> None:
-    sides: tuple[list[Any], list[Any]] = ([], [])
-    for index in range(8):
-        tensors: Any = {name: replace(getattr(CALL, name), dtype=dtype) for name in ("lhs", "rhs", "output")}
-        record = replace(CALL, index=index, step=index // 4, module=f"layers.{index % 4}", **tensors)
-        for side, calls in enumerate(sides):
+    def made(side: int) -> Iterator[Any]:
+        for index in range(8):
+            tensors: Any = {name: replace(getattr(CALL, name), dtype=dtype) for name in ("lhs", "rhs", "output")}
+            record = replace(CALL, index=index, step=index // 4, module=f"layers.{index % 4}", **tensors)
             off = 2 * error * side * (index == 6)  # the largest value is 2
-            calls.append((record, {"lhs": operands, "rhs": operands, "output": values(rms=1.0 + off)}))
-    a, b = (open_run(folder(tmp_path / name, *calls)) for name, calls in zip("ab", sides, strict=True))
-    found = data_of(report.page(a, b))["divergence"]["drift"]["above"]
+            yield record, {"lhs": operands, "rhs": operands, "output": values(rms=1.0 + off)}
+
+    found = drift_between(tmp_path, made)["above"]
     assert (found is not None and found["row"] == 2) is above
     assert above or found is None
 
@@ -394,36 +400,32 @@ def test_a_module_that_begins_equal_has_the_noise_of_the_others(
     tmp_path: Path, error: float, above: int | None
 ) -> None:
     """It inherits theirs in the next step, when weights have been updated."""
-    sides: tuple[list[Any], list[Any]] = ([], [])
-    for index in range(8):
-        step, layer = divmod(index, 4)
-        record = replace(CALL, index=index, step=step, module=f"layers.{layer}")
-        for side, calls in enumerate(sides):
+
+    def made(side: int) -> Iterator[Any]:
+        for index in range(8):
+            step, layer = divmod(index, 4)
             off = 2 * side * (1e-3 if layer == 1 else error * (layer == 3 and step == 1))
-            calls.append((record, {"output": values(rms=1.0 + off)}))
-    a, b = (open_run(folder(tmp_path / name, *calls)) for name, calls in zip("ab", sides, strict=True))
-    drift = data_of(report.page(a, b))["divergence"]["drift"]
+            record = replace(CALL, index=index, step=step, module=f"layers.{layer}")
+            yield record, {"output": values(rms=1.0 + off)}
+
+    drift = drift_between(tmp_path, made)
     assert drift["noise"]["usual"] == 1e-3
     assert (drift["above"] and drift["above"]["row"]) == above
 
 
 def test_runs_of_one_step_have_no_noise(tmp_path: Path) -> None:
-    a, b = (
-        open_run(folder(tmp_path / name, (CALL, {"output": values(rms=rms)}))) for name, rms in (("a", 1), ("b", 2))
-    )
-    drift = data_of(report.page(a, b))["divergence"]["drift"]
+    drift = drift_between(tmp_path, lambda side: [(CALL, {"output": values(rms=1 + side)})])
     assert (drift["noise"], drift["above"]) == (None, None)
     assert drift["phases"]["forward"]["error"] == [0.5]
 
 
 def test_an_infinite_error_does_not_hide_the_others(tmp_path: Path) -> None:
-    sides: tuple[list[Any], list[Any]] = ([], [])
-    for index in range(8):
-        record = replace(CALL, index=index, step=index // 4)
-        for side, calls in enumerate(sides):
-            calls.append((record, {"output": values(nan=side if index == 5 else 0, rms=1.0 + side * 0.2)}))
-    a, b = (open_run(folder(tmp_path / name, *calls)) for name, calls in zip("ab", sides, strict=True))
-    cells = data_of(report.page(a, b))["divergence"]["drift"]["phases"]["forward"]
+    def made(side: int) -> Iterator[Any]:
+        for index in range(8):
+            kept = values(nan=side if index == 5 else 0, rms=1.0 + side * 0.2)
+            yield replace(CALL, index=index, step=index // 4), {"output": kept}
+
+    cells = drift_between(tmp_path, made)["phases"]["forward"]
     assert [cells[name] for name in ("column", "error", "calls", "inf")] == [[0, 1], [0.1, 0.1], [4, 4], [0, 1]]
 
 
