@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from opintercept.runs.program.words import module_text
 from opintercept.runs.store.codec import StoredCall, is_output
 from opintercept.runs.store.columns import FIGURES, Array, Arrays, CallSignature, Columns, StoredCallSite
 from opintercept.runs.store.run import Run
-from opintercept.runs.sums import CallKinds, EarliestCall, GroupSums, seconds_of, slot_figures
+from opintercept.runs.sums import CallKinds, EarliestCall, GroupSums, seconds_of, slot_figures, starts_of
 
 if TYPE_CHECKING:
     import torch
@@ -94,11 +93,8 @@ def _add_up(
         counted = {"errors": chunk["has_error"], "nonfinite": bad, "step_min": chunk["step"], "step_max": chunk["step"]}
         matmuls.add(row, work | {"bytes": np.nan_to_num(size)} | unknown | counted)
         heat.add(columns.rank, spot, chunk, work, dict(zip(ROLES, counts, strict=True)))
-        kept = np.flatnonzero(chunk["has_tensors"]) + start
-        for call in columns.calls_at(kept, given=False):
-            row_of = heat.modules.get(call.record.module)
-            if row_of is not None:
-                histograms.add(row_of, call)
+        kept = np.flatnonzero(chunk["has_tensors"])
+        histograms.add(columns.rank, kept + start, spot[kept], chunk["step"][kept])
 
 
 def shown_text(text: str, most: int = NAME) -> str:
@@ -326,96 +322,68 @@ def _work(figures: dict[str, float]) -> list[Any]:
     return [int(figures["calls"]), flops, size, rounded(figures["seconds"])]
 
 
-_Stored = tuple[int, int, str]  # rank, step and name of a recorded tensor
+def spread(steps: Array, size: int) -> list[slice]:
+    """Which calls of one module and pass make a histogram each: some of them, evenly over the steps, and the last ones.
 
-
-class _Spots:
-    """Outputs of one module in one phase, spread evenly over the steps, and the last ones.
-
-    So many (`size`) make one histogram.
+    So many (`size`) make one histogram, which begins with a step.
     """
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._kept: list[list[_Stored]] = []
-        self._last: deque[_Stored] = deque(maxlen=size)
-        self._every, self._seen, self._step = 1, 0, -1
-        self._left = 0  # how many more belong to the histogram that has begun
-        self._kept_now = False
-
-    def add(self, sample: _Stored) -> None:
-        step = sample[1]
-        if step < self._step:  # of another process; the first one is shown
-            return
-        self._last.append(sample)
-        later, self._step = step > self._step, step
-        if self._left:
-            self._left -= 1
-            if self._kept_now:
-                self._kept[-1].append(sample)
-        elif later:
-            self._kept_now, self._left = self._seen % self._every == 0, self._size - 1
-            self._seen += 1
-            if self._kept_now:
-                self._kept.append([sample])
-                if len(self._kept) > SPOTS:  # an even number, so that the last one stays
-                    self._kept = self._kept[::2]
-                    self._every *= 2
-
-    def groups(self) -> list[list[_Stored]]:
-        """The outputs of each histogram, in order."""
-        known = set(self._kept[-1])
-        rest = [sample for sample in self._last if sample not in known]
-        return [*self._kept, rest] if rest and rest[-1][1] > self._kept[-1][-1][1] else self._kept
+    begins = starts_of(steps).tolist()
+    groups, end = [], 0
+    for start in begins:
+        if start >= end:
+            end = min(start + size, len(steps))
+            groups.append(slice(start, end))
+    while len(groups) > SPOTS:
+        groups = groups[::2]
+    rest = max(len(steps) - size, groups[-1].stop)
+    return [*groups, slice(rest, len(steps))] if steps[-1] > steps[groups[-1].stop - 1] else groups
 
 
 class Histograms:
     """Recorded outputs of each module in each phase, over the steps."""
 
     def __init__(self) -> None:
-        self.calls: dict[tuple[str, int], _Spots] = {}
-        self.left_out: set[tuple[str, int]] = set()
-        self.sampled = False
+        self._calls = [np.empty((4, 0), np.int64)]  # `HeatMap.spot`, step, rank and number
 
-    def add(self, row: int, call: StoredCall) -> None:
-        name = call.tensors.get("output")
-        if name is None:
-            return
-        key = (call.record.phase, row)
-        # A sample is too small for a histogram of its own.
-        sampled = name.endswith(".sample")
-        self.sampled |= sampled
-        if key not in self.calls:
-            if len(self.calls) == HISTOGRAMS:
-                self.left_out.add(key)  # bounded, as there are at most MODULES rows
-                return
-            self.calls[key] = _Spots(SAMPLES if sampled else 1)
-        self.calls[key].add((call.rank, call.record.step, name))
+    def add(self, rank: int, numbers: Array, spot: Array, step: Array) -> None:
+        """Add calls with recorded tensors."""
+        known = spot >= 0
+        columns = spot.astype(np.int64), step, np.full(len(spot), rank), numbers
+        self._calls.append(np.stack(columns)[:, known])
 
     def as_dict(self, run: Run) -> dict[str, Any]:
+        """The histograms as plain data; of the modules and passes that come first, if there are many."""
+        calls = np.hstack(self._calls)
+        spots, firsts = np.unique(calls[0], return_index=True)
         left, shown, unread = TENSORS, [], 0
-        for (phase, row), spots in self.calls.items():
+        sampled = run.info.tensors == "sample"
+        for spot in spots[np.argsort(firsts)][:HISTOGRAMS].tolist():
+            own = calls[1:, calls[0] == spot]
+            # Of several processes, the first one is shown.
+            steps, ranks, numbers = own[:, own[0] >= np.maximum.accumulate(own[0])]
             drawn, read = [], []
-            for samples in spots.groups():
+            for group in spread(steps, SAMPLES if sampled else 1):  # a sample is too small for a histogram of its own
                 tensors = []
-                for rank, _, name in samples:
+                for rank, number in zip(ranks[group].tolist(), numbers[group].tolist(), strict=True):
                     try:
-                        tensor = run.load(rank, name, min(left, TENSOR))
+                        tensor = run.tensor(run.at(rank, number), "output", min(left, TENSOR))
                     except OpInterceptError:
                         unread += 1
-                    else:
+                        continue
+                    if tensor is not None:
                         left -= tensor.nbytes
                         tensors.append(tensor)
                 if tensors:
-                    steps = [step for _, step, _ in samples]
-                    drawn.append({"steps": [min(steps), max(steps)], "calls": len(tensors)})
+                    between = [int(steps[group].min()), int(steps[group].max())]
+                    drawn.append({"steps": between, "calls": len(tensors)})
                     read.append(tensors)
             if drawn:
                 edges, histograms = histograms_of(read)
-                for one, histogram in zip(drawn, histograms, strict=True):
-                    one |= histogram
-                shown.append({"module": row, "phase": phase, "edges": edges, "drawn": drawn})
-        return {"shown": shown, "unread": unread, "left_out": len(self.left_out), "sampled": self.sampled}
+                row, phase = divmod(spot, len(PHASES))
+                drawn = [one | histogram for one, histogram in zip(drawn, histograms, strict=True)]
+                shown.append({"module": row, "phase": PHASES[phase], "edges": edges, "drawn": drawn})
+        left_out = max(len(spots) - HISTOGRAMS, 0)
+        return {"shown": shown, "unread": unread, "left_out": left_out, "sampled": sampled}
 
 
 def histograms_of(groups: Sequence[Sequence[torch.Tensor]]) -> tuple[list[float], list[dict[str, Any]]]:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from browser import Browser, choose, data_of, said_in, texts_of
 from hypothesis import given, settings
@@ -307,22 +308,14 @@ def test_samples_of_several_calls_make_a_histogram(
     assert shown["unread"] == 2 * 20 - 10
 
 
-def test_histograms_are_spread_over_the_steps() -> None:
-    for size, calls in ((1, 1), (1, 3), (8, 2)):
-        spots = panels._Spots(size)
-        for step in range(1000):
-            for number in range(calls):
-                spots.add((0, step, f"{step}.{number}"))
-        for step in range(1000):
-            spots.add((1, step, f"other {step}"))
-        groups = spots.groups()
-        assert len(groups) in (panels.SPOTS - 1, panels.SPOTS, panels.SPOTS + 1)
-        firsts = [group[0][1] for group in groups]
-        assert firsts[0] == 0
-        assert groups[-1][-1][1] == 999
-        gaps = [later - earlier for earlier, later in itertools.pairwise(firsts[:-1])]
-        assert len(set(gaps)) == 1
-        assert all(len(group) == size for group in groups)
+@pytest.mark.parametrize(("size", "calls"), [(1, 1), (1, 3), (8, 2)])
+def test_histograms_are_spread_over_the_steps(size: int, calls: int) -> None:
+    groups = panels.spread(np.repeat(np.arange(1000), calls), size)
+    assert len(groups) in (panels.SPOTS - 1, panels.SPOTS, panels.SPOTS + 1)
+    assert (groups[0].start, groups[-1].stop) == (0, 1000 * calls)
+    gaps = {later.start - earlier.start for earlier, later in itertools.pairwise(groups[:-1])}
+    assert len(gaps) == 1
+    assert all(group.stop - group.start == size for group in groups)
 
 
 def drift_between(path: Path, made: Callable[[int], Any]) -> dict[str, Any]:
