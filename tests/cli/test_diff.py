@@ -316,8 +316,6 @@ def test_runs_that_cannot_be_compared_exit_with_2(
     [
         ([], r"the following arguments are required: a"),
         (["a"], r"the following arguments are required: b"),
-        (["--ranks", "a"], r"--ranks is now a command: opintercept ranks RUN"),
-        (["a", "b", "--align", "weights"], r"--align is now a command: opintercept why A B"),
         (["a", "b", "--rtol", "-1"], r"--rtol: must be a number of at least 0, got '-1'"),
         (["a", "b", "--atol", "nan"], r"--atol: must be a number of at least 0, got 'nan'"),
         (["a", "b", "--rtol", "x"], r"--rtol: must be a number of at least 0, got 'x'"),
