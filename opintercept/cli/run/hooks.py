@@ -30,19 +30,10 @@ HOOKS = (
 
 
 class ChosenHooks:
-    """What the options ask for.
-
-    Args:
-        arguments: The options.
-        stderr: Where to print.
-        stop: What `--stop` does with a finding.
-        member: The process.
+    """What the options ask for; `stop` is what `--stop` does with a finding.
 
     Attributes:
-        arguments: The options.
         shown: The hooks whose results are printed, by the names of their classes.
-        tally: Counts the calls.
-        recorder: Records the run, if one is recorded.
         blocks: One for what `--ops` names, and where that is cheap one that searches all operators for NaN.
         searches_all: Whether there is such a second block.
         began: When they were made, as `time.monotonic` counts.

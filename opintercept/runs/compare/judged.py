@@ -63,14 +63,11 @@ def decides(answer: Answer | str) -> bool:
 
 
 def story(rows: Array, index: Array, begins: int, answer: Answer) -> Array:
-    """Set the kinds and the changed operands of pairs that are not known to be equal. Return which of them stand for
-    what the judge blames, or inherit it where that has no counterpart.
+    """Set the kinds and the changed operands of pairs that are not known to be equal, in the order of A's calls.
 
-    Args:
-        rows: The pairs, in the order of A's calls.
-        index: `CallRecord.index` of A's calls.
-        begins: The index of A's first product: weights and inputs made before it are not judged by themselves.
-        answer: What the judge says.
+    Return which of them stand for what the judge blames, or inherit it where that has no counterpart. `index` has
+    `CallRecord.index` of A's calls, and `begins` that of its first product: weights and inputs made before it are not
+    judged by themselves.
     """
     own, changed, kinds = rows["kind"].copy(), rows["changed"].copy(), rows["kind"]
     kinds[own != NOT_COMPARED] = ROUNDING

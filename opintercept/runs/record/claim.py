@@ -94,11 +94,7 @@ def check_unclaimed(folder: Path) -> None:
 
 
 def check_free(folder: Path, *, overwrite: bool) -> None:
-    """Refuse a folder that holds a run, unless it may be replaced, or anything else.
-
-    Raises:
-        ValueError: It does.
-    """
+    """Raise ValueError for a folder that holds a run, unless it may be replaced, or anything else."""
     names = names_in(folder)
     if not overwrite and not {INFO, CALLS}.isdisjoint(names):
         raise taken(folder)

@@ -35,8 +35,7 @@ class MemoryNumbers:
     def place(self, tensor: torch.Tensor) -> list[Any]:
         """The number of a strided tensor's memory, its offset and strides there, and whether it is a parameter's.
 
-        Raises:
-            TypeError: It has none of its own, as a tensor that a `torch.func` transform has wrapped.
+        Raises TypeError for one that has no memory, as a tensor that a `torch.func` transform has wrapped.
         """
         found = native.storage(tensor)
         if found is None:

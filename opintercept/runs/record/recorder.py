@@ -122,8 +122,6 @@ class RunRecorder:
 
     Attributes:
         path: The folder.
-        calls: How many calls are on disk: all of them, once the block has been left.
-        nbytes: How many bytes the folder takes; only those of this process if there are several.
 
     Raises:
         TypeError: An argument has the wrong type.
