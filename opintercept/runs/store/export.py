@@ -6,7 +6,6 @@ Needs numpy. Must not import torch.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,11 @@ import numpy as np
 
 from opintercept._core.errors import OpInterceptError, needs
 from opintercept._core.record import CallRecord
-from opintercept.runs.store.columns import MORE, PLACES, VALUES, Columns
+from opintercept.runs.store.columns import MORE, PLACES, Columns
 from opintercept.runs.store.records import FIGURES, IN_TEXT, RARE, SLOTS, Array, Arrays
 
 Run = Any  # a `Run`, whose file imports this one
 ROWS = 1 << 20  # of a file
-_UNKNOWN = ("forward", "started", "thread")
 _CALL_SITE = ("module", "source", "phase", "grad_of")
 _SIGNATURE = ("op", "func", "autocast", "flops", "bytes", "opaque")
 _TENSORS = ("lhs", "rhs", "bias", "output")
@@ -33,7 +31,7 @@ def frame_of(run: Run) -> dict[str, Any]:
     all tensors of which any call has some: of `add(self, other)`, those of `self` are at `lhs` (`_ops.slots`).
     """
     slots = _used_slots(run)
-    parts = [_frame(run.columns(rank), slots) for rank in run.ranks]
+    parts = [_frame(columns, slots, 0, len(columns)) for columns in map(run.columns, run.ranks)]
     joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     # polars keeps an array of objects as it is, and makes a column of texts or numbers of a list.
     return {name: column.tolist() if column.dtype == object else column for name, column in joined.items()}
@@ -47,35 +45,21 @@ def _used_slots(run: Run) -> list[str]:
     return [slot for slot, role in SLOTS.items() if role in roles]
 
 
-def _frame(columns: Columns, slots: list[str]) -> Arrays:
+def _frame(columns: Columns, slots: list[str], first: int, end: int) -> Arrays:
+    """The columns of some calls."""
     figures = [f"{slot}_{name}" for slot in slots for name in ("hash", "nan", "inf", *FIGURES)]
-    read = columns.read((*PLACES, *MORE, *figures), 0, len(columns))
-    call_site, signature = read.pop("site"), read.pop("look")
-    made: Arrays = {"rank": np.full(len(columns), columns.rank), "index": read["index"], "step": read["step"]}
-    for numbers, table in ((call_site, _call_site_table(columns)), (signature, _signature_table(columns))):
-        made |= {name: column[numbers] for name, column in table.items() if name not in ("site", "look")}
+    read = columns.read((*PLACES, *MORE, *figures), first, end)
+    made: Arrays = {"rank": np.full(end - first, columns.rank), "index": read["index"], "step": read["step"]}
+    call_sites = [columns.call_site(number) for number in range(columns.call_sites)]
+    made |= {name: _objects([getattr(each, name) for each in call_sites])[read["site"]] for name in _CALL_SITE}
+    records = [columns.signature(number).record for number in range(columns.signatures)]
+    for names, field in ((_SIGNATURE, getattr), (_TENSORS, _text), (_GEMM, _size)):
+        made |= {name: _objects([field(each, name) for each in records])[read["look"]] for name in names}
     started = read["started"].astype("datetime64[ns]")
     started[read["started"] < 0] = np.datetime64("NaT", "ns")
     made |= {"forward": read["forward"], "started": started, "thread": read["thread"], "elapsed": read["elapsed"]}
-    made |= {name: read[name] for name in MORE} | _texts_of(columns, 0, len(columns))
+    made |= {name: read[name] for name in MORE} | _texts_of(columns, first, end)
     return made | {name: read[name] for name in figures}
-
-
-def _call_site_table(columns: Columns) -> Arrays:
-    """The fields of each call site, and its number `site`."""
-    found = [columns.call_site(number) for number in range(columns.call_sites)]
-    return {"site": np.arange(len(found))} | {
-        name: _objects([getattr(each, name) for each in found]) for name in _CALL_SITE
-    }
-
-
-def _signature_table(columns: Columns) -> Arrays:
-    """The fields of each signature, operands and output as text, and its number `look`."""
-    known = [columns.signature(number) for number in range(columns.signatures)]
-    made: Arrays = {"look": np.arange(len(known))}
-    for names, read in ((_SIGNATURE, getattr), (_TENSORS, _text), (_GEMM, _size)):
-        made |= {name: _objects([read(found.record, name) for found in known]) for name in names}
-    return made
 
 
 def _texts_of(columns: Columns, first: int, end: int) -> Arrays:
@@ -123,40 +107,25 @@ def write_parquet(run: Run, folder: str | os.PathLike[str]) -> int:
         with duckdb.connect(":memory:") as connection:
             for rank in run.ranks:
                 columns = run.columns(rank)
-                shared = {"sites": _call_site_table(columns), "signatures": _signature_table(columns)}
                 for start in range(0, len(columns), ROWS):
                     end = min(start + ROWS, len(columns))
-                    calls = columns.read((*PLACES, *MORE, *VALUES), start, end) | _texts_of(columns, start, end)
-                    calls |= {"rank": np.full(end - start, rank), "call": np.arange(start, end)}
-                    file = path / f"rank{rank}-{start // ROWS:05d}.parquet"
-                    _write(connection, file, shared | {"calls": calls}, slots)
+                    frame = _frame(columns, slots, start, end)
+                    target = str((path / f"rank{rank}-{start // ROWS:05d}.parquet").absolute()).replace("'", "''")
+                    connection.register("frame", frame)
+                    select = f"SELECT {', '.join(map(_selected, frame))} FROM frame"
+                    connection.execute(f"COPY ({select}) TO '{target}' (FORMAT parquet, COMPRESSION zstd)")
                     written += end - start
     except (OSError, duckdb.Error) as failed:
         raise OpInterceptError(f"cannot write Parquet to {str(path)!r}: {failed}") from failed
     return written
 
 
-def _write(connection: Any, file: Path, tables: Mapping[str, Arrays], slots: Sequence[str]) -> None:
-    for name, table in tables.items():
-        connection.register(name, table)
-    own = ["rank", "index", "step", *(f"sites.{name}" for name in tables["sites"] if name != "site")]
-    own += [f"signatures.{name}" for name in tables["signatures"] if name != "look"]
-    own += [f"nullif({name}, -1) AS {name}{'_ns' * (name == 'started')}" for name in _UNKNOWN]
-    own += [
-        "nullif(elapsed, 'nan') AS elapsed",
-        *MORE,
-        "error",
-        *(f"{name}::BIGINT AS {name}" if name in RARE else name for name in IN_TEXT),
-    ]
-    own += [
-        f"nullif({name}, {0 if name.endswith('_hash') else repr('nan')}) AS {name}"
-        if name.rpartition("_")[2] not in ("nan", "inf")
-        else name
-        for name in VALUES
-        if name.rpartition("_")[0] in slots
-    ]
-    target = str(file.absolute()).replace("'", "''")
-    connection.execute(
-        f"COPY (SELECT {', '.join(own)} FROM calls JOIN sites USING (site) JOIN signatures USING (look) ORDER BY call) "
-        f"TO '{target}' (FORMAT parquet, COMPRESSION zstd)"
-    )
+def _selected(name: str) -> str:
+    """A column in SQL, with NULL for what is not known."""
+    if name == "started":
+        return "epoch_ns(started) AS started_ns"
+    if name in RARE:
+        return f"{name}::BIGINT AS {name}"
+    unknown = dict.fromkeys(FIGURES, "'nan'") | {"hash": "0", "elapsed": "'nan'", "forward": "-1", "thread": "-1"}
+    end = name.rpartition("_")[2]
+    return f"nullif({name}, {unknown[end]}) AS {name}" if end in unknown else name
