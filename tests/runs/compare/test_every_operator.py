@@ -65,16 +65,6 @@ def test_the_operator_that_was_changed_is_the_first_that_differs(tmp_path: Path,
     assert found.kinds["inherited"] > 2
 
 
-def test_a_dropout_that_was_left_on_is_named(tmp_path: Path) -> None:
-    found = runs.diff(record(tmp_path / "a", SAME), record(tmp_path / "b", (*SAME[:4], 0.5, 0.0)))
-    assert found.first is not None
-    assert {(each.run, each.module) for each in found.unmatched} == {("b", "drop")}
-    assert "aten::bernoulli_" in {each.op for each in found.unmatched}
-    assert found.first.b.record.index > min(each.index for each in found.unmatched)
-    assert found.kinds.keys() == {"equal", "changed operand", "inherited"}
-    assert "before it, only B has 4 calls, the last: empty_like, bernoulli_, div_, mul in drop\n" in str(found)
-
-
 def test_an_operator_of_another_library_is_no_view_because_it_is_called_like_one(tmp_path: Path) -> None:
     found = {}
     for factor in (2.0, 3.0):

@@ -840,33 +840,6 @@ def test_both_runs_and_their_alarms_come_first(browser: Browser, tmp_path: Path,
         assert browser.complaints == []
 
 
-def test_the_first_divergence_is_shown_with_its_arguments_and_nan(browser: Browser, tmp_path: Path) -> None:
-    folders = broken_runs(tmp_path)
-    for path, causal in zip(folders, (True, False), strict=True):
-        calls = plain(open_run(path))
-        calls[20]["arguments"] = {"is_causal": causal, "name": "<b>" * (not causal)}
-        rewrite(path, calls)
-    open_page(browser, tmp_path, *folders)
-    told = said_in(browser, "divergence")
-    assert "  changed argument: is_causal is True in A and False in B\n" in told
-    assert "  changed argument: name is '' in A and '<b>' in B\n" in told
-    assert "  changed operand: lhs and rhs differ, and no earlier difference explains it\n" in told
-    assert "  NaN or Inf in operands: lhs of B (3 NaN of 8), rhs of B (2 Inf of 8)\n" in told
-    assert "  NaN or Inf in outputs: output of B (3 NaN of 8)\n" in told
-    assert len(names_of(browser, "divergence")) == 1 + 8
-
-
-def test_a_rank_that_one_run_lacks_is_named(browser: Browser, tmp_path: Path) -> None:
-    for name, ranks in (("a", 4), ("b", 2)):
-        (tmp_path / name).mkdir()
-        for rank in range(ranks):
-            folder(tmp_path / name / f"rank{rank}", (CALL, {"output": values()}), rank=rank, world_size=ranks)
-    open_page(browser, tmp_path, tmp_path / "a", tmp_path / "b")
-    told = said_in(browser, "divergence")
-    assert "ranks 2, 3 are missing in B: 2 calls of A were not compared\n" in told
-    assert "no call differs" not in told
-
-
 HOSTILE = [
     "<script>document.title='ran'</script>",
     "</script><script>document.title='ran'</script>",
