@@ -84,7 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _unusable(name: str, error: Exception | str) -> int:
-    print(f"{styled(f'opintercept {name}:', 'wrong', sys.stderr)} {_printable_lines(error)}", file=sys.stderr)
+    text = "\n".join(map(printable, str(error).split("\n")))  # it may quote a file from an untrusted source
+    print(f"{styled(f'opintercept {name}:', 'wrong', sys.stderr)} {text}", file=sys.stderr)
     return UNUSABLE
 
 
@@ -142,8 +143,3 @@ def all_commands(
     for name, text in COMMANDS.items():
         configure(name, commands.add_parser(name, help=text))
     return parser
-
-
-def _printable_lines(error: Exception | str) -> str:
-    """Make an error safe for a terminal: it may quote a file from an untrusted source."""
-    return "\n".join(map(printable, str(error).split("\n")))

@@ -49,7 +49,10 @@ class Member:
         with self._lock:
             if not self._looked:
                 self._looked = True
-                self._folder = None if self._family is None or _loads_data() else self._made(Path(self._family.folder))
+                from torch.utils.data import get_worker_info
+
+                if self._family is not None and get_worker_info() is None:  # no worker of a DataLoader
+                    self._folder = self._made(Path(self._family.folder))
             return self._folder
 
     def _made(self, base: Path) -> Path | None:
@@ -84,10 +87,3 @@ def _name() -> str:
         path = Path(sys.argv[0] if sys.argv else "")
         name = path.parent.name if path.name == "__main__.py" else path.stem.removeprefix("-c")
     return re.sub(r"[^A-Za-z0-9_.]+", "-", str(name)).strip("-.")[:_LONGEST] or "python"
-
-
-def _loads_data() -> bool:
-    """Whether this is a worker of a DataLoader, as which it serves a process that is recorded."""
-    import torch.utils.data
-
-    return torch.utils.data.get_worker_info() is not None
