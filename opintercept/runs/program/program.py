@@ -76,6 +76,7 @@ class Step:
         refused: Whether it is not computed again because its operator is not on the list.
         is_random: Whether it draws random numbers.
         fits: Whether the operator is known to make outputs of the recorded size.
+        pairs: The places among the inputs of complex numbers, which are pairs of real ones in a program.
     """
 
     number: int
@@ -90,6 +91,7 @@ class Step:
     refused: bool = False
     is_random: bool = False
     fits: bool = False
+    pairs: frozenset[int] = frozenset()
 
     @property
     def operator(self) -> str:
@@ -113,6 +115,7 @@ class Step:
             ValueError: The outputs would not be as large as the recorded ones.
             Exception: The operator fails.
         """
+        inputs = [torch.view_as_complex(x.contiguous()) if at in self.pairs else x for at, x in enumerate(inputs)]
         called, arguments = self._given(inputs)
         if not self.fits:
             known = [math.prod(region.shape) for region in self.outputs if region is not None and region.name]
@@ -122,6 +125,7 @@ class Step:
         outputs = list(made) if isinstance(made, (tuple, list)) else [made]
         outputs = outputs[:1] if called is _ATTENTION else outputs  # the others are not those of the fused operator
         found = [each if isinstance(each, torch.Tensor) else None for each in outputs]
+        found = [torch.view_as_real(x.resolve_conj()) if x is not None and x.is_complex() else x for x in found]
         for each, region in zip(found, self.outputs, strict=False):
             if each is not None and region is not None and each.numel() != math.prod(region.shape):
                 raise ValueError("an output must have the recorded size")
@@ -130,7 +134,7 @@ class Step:
     def _given(self, inputs: Sequence[torch.Tensor]) -> tuple[again.Operator, dict[str, Any]]:
         """What is called, and its arguments by name."""
         given = [each.clone() if place in self.written else each for place, each in enumerate(inputs)]
-        double = any(each.dtype == torch.float64 for each in given)
+        double = any(each.dtype in (torch.float64, torch.complex128) for each in given)
         if self.called is None:
             raise again.NotRunError(f"{self.operator} is not computed again")
         arguments = {name: _filled(item, given, double) for name, item in self.arguments.items()}
@@ -195,8 +199,10 @@ class Program:
         self._held: dict[str, tuple[int, str]] = {}  # how many elements the recorded tensors have, and their dtypes
         last: Region | None = None
         begun = 0  # the place of the first call after that which made the last root
+        self._pairs = True  # whether complex numbers are pairs of real ones: memory has others if some are lazy
         for _, stored in run.located(rank):
             record = stored.record
+            self._pairs &= record.op not in ("aten::_conj", "aten::_neg_view")
             if stored.error is not None or record.step < start:
                 continue
             if record.phase != "forward":
@@ -213,7 +219,8 @@ class Program:
                 if (root := self._maker(last)) is not None:
                     self.roots.append(root)
             if read.computes:
-                self._add(read)
+                read.number = len(self.steps)
+                self.steps.append(read)
         if self.root is None and last is not None:  # only the forward calls were recorded
             self.root = self._maker(last)
             if any(step.inputs[place][1].weight for step in self.steps[begun:] for place in step.written):
@@ -223,6 +230,11 @@ class Program:
                 f"{str(run.path)!r} must have calls with all of their values; record it with "
                 "`opintercept run --why` or with RunRecorder(folder, 'full') under ops=\"all\""
             )
+        for step in self.steps:
+            before = [region for _, region in step.inputs]
+            step.inputs = [(name, self._place(region)) for name, region in step.inputs]
+            step.outputs = [None if region is None else self._place(region) for region in step.outputs]
+            step.pairs = frozenset(at for at, (_, region) in enumerate(step.inputs) if region is not before[at])
         used, held = sum(self.sizes.values()), sum(size for size, _ in self._held.values())
         if used > max(_ROOM, _FOLD * held):
             raise OpInterceptError(
@@ -230,19 +242,22 @@ class Program:
                 f"{str(run.path)!r}, of which {held:,} were recorded"
             )
 
-    def _add(self, step: Step) -> None:
-        step.number = len(self.steps)
-        self.steps.append(step)
-        for region in (*(region for _, region in step.inputs), *filter(None, step.outputs)):
-            self.sizes[region.memory] = max(self.sizes.get(region.memory, 0), region.end)
-            if region.name is not None:
-                if region.name not in self._held:
-                    self._held[region.name] = self.run.kept(self.rank, region.name)
-                if (size := self._held[region.name][0]) != math.prod(region.shape):
-                    raise OpInterceptError(
-                        f"a tensor must be as large as its recorded values, got the shape {region.shape!r:.80} for "
-                        f"{size:,} numbers of {region.name!r}"
-                    )
+    def _place(self, region: Region) -> Region:
+        """Where a tensor lies, for which there is room then; complex numbers lie there as pairs."""
+        if region.name is not None:
+            if region.name not in self._held:
+                self._held[region.name] = self.run.kept(self.rank, region.name)
+            size, dtype = self._held[region.name]
+            if size != math.prod(region.shape):
+                raise OpInterceptError(
+                    f"a tensor must be as large as its recorded values, got the shape {region.shape!r:.80} for "
+                    f"{size:,} numbers of {region.name!r}"
+                )
+            if dtype == "C64" and self._pairs:
+                stride = (*(2 * step for step in region.stride), 1)
+                region = region._replace(shape=(*region.shape, 2), offset=2 * region.offset, stride=stride)
+        self.sizes[region.memory] = max(self.sizes.get(region.memory, 0), region.end)
+        return region
 
     def _maker(self, region: Region) -> int | None:
         """The last call that wrote to a region."""
@@ -257,13 +272,15 @@ class Program:
 
     def dtype(self, region: Region) -> str:
         """The dtype of the recorded values, `"F32"`; empty if they were not kept."""
-        return "" if region.name is None else self._held[region.name][1]
+        found = "" if region.name is None else self._held[region.name][1]
+        return "F32" if found == "C64" and self._pairs else found
 
     def value(self, region: Region) -> torch.Tensor:
         """The recorded values, in the region's shape."""
         if region.name is None:
             raise OpInterceptError(f"the values of a tensor were not kept in {str(self.run.path)!r}")
-        found = self.run.load(self.rank, region.name).reshape(region.shape)
+        found = self.run.load(self.rank, region.name)
+        found = (torch.view_as_real(found) if found.is_complex() and self._pairs else found).reshape(region.shape)
         # Whoever keeps a part of a file in memory keeps all of it; real numbers are copied to float64 anyway.
         return found if found.is_floating_point() else found.clone()
 

@@ -153,3 +153,24 @@ def test_an_output_of_another_size_is_not_computed(tmp_path: Path) -> None:
     step = program.steps[0]
     with pytest.raises(ValueError, match="an output must have the recorded size"):
         step.compute([torch.ones(30, 40).double()])
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_complex_numbers_are_pairs_of_real_ones(lazy: bool, tmp_path: Path) -> None:
+    x = torch.randn(3, 8)
+    with intercept(runs.RunRecorder(tmp_path, tensors="full"), ops="all"):
+        made = torch.view_as_complex((x * 2).unflatten(-1, (4, 2)))
+        _ = torch.view_as_real((made.conj() if lazy else made) * made[0]) + 1
+    program = Program(runs.open_run(tmp_path), 0)
+    *_, product = (step for step in program.steps if step.operator == "mul" and len(step.inputs) == 2)
+    if lazy:  # its memory has other numbers
+        assert not product.pairs
+        return
+    assert [region.shape for _, region in product.inputs] == [(3, 4, 2), (4, 2)]
+    (found,) = product.compute([program.value(region).double() for _, region in product.inputs])
+    real = (x * 2).double().unflatten(-1, (4, 2))
+    expected = torch.view_as_real(torch.view_as_complex(real) * torch.view_as_complex(real[0]))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    scaled = program.steps[0].outputs[0]
+    assert scaled is not None
+    assert (scaled.memory, scaled.end) == (product.inputs[0][1].memory, product.inputs[0][1].end)
