@@ -23,7 +23,7 @@ from opintercept.runs.why.changes.edits import (
 )
 from opintercept.runs.why.changes.wording import biases_of
 from opintercept.runs.why.counterparts import Counterpart, weight_place
-from opintercept.runs.why.flow import LEAF, is_product, is_real
+from opintercept.runs.why.flow import LEAF, is_real
 from opintercept.runs.why.noise import Spread, apart, ratio
 from opintercept.runs.why.quantised import eight_bits
 from opintercept.runs.why.sweep import Sweep
@@ -217,10 +217,11 @@ class Accused:
     def helps(self, ends: Sequence[Step], bad: set[int]) -> bool:
         """Whether a result of A is nearer to B's with B's values here, far nearer with those of another operator.
 
-        So it is where no result shows it. A product stands for a product, which may round more in all layers.
+        So it is where no result shows it. What B makes of a weight stands for what A does, for it may round more in all
+        layers.
         """
         own, other = self.end, self.found.step
-        alike = other is not None and (other.operator == own.operator or (is_product(other) and is_product(own)))
+        alike = self.found.by == "weight" or (other is not None and other.operator == own.operator)
         least = 1.0 if alike else _NEARER
         steps = [step for step in self.judge.a.steps if step.number in bad and step.number >= self.end.number]
         made = self.rerun(steps, {self.end.number: constant(self.target)}, ends)
