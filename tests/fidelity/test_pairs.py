@@ -29,8 +29,6 @@ WRONG: dict[str, str] = {
     "clip: normalised over the batch": "operators that differ are named although no change was verified",
     "clip: the last token is pooled": "a scaled product of A is paired with a bare one of B",
     "experts: two change places": "experts that one program stacks have no places of their own",
-    "gptq: ported": "columns that are in another order and in four bits are not joined",
-    "llama: v is garbage": "noise does not follow a weight that is a thousand times larger",
     "mla: the shared key does not turn": "the first operator of a region is named, not where it differs",
     "replay: garbage": "noise does not follow a weight that is a thousand times larger",
     "residual: rounded before the norm": "rounding of a sum is taken for that of the machine",

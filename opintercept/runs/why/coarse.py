@@ -39,25 +39,27 @@ def coarse_weights(counterparts: Counterparts, dtype: torch.dtype) -> CoarseWeig
         counterparts: What belongs to what in two programs.
         dtype: That of the coarser program, whose rounding is none of this.
     """
-    flow, joints = counterparts.a, counterparts.joints
+    flow = counterparts.a
     found: dict[int, tuple[str, Region, torch.Tensor]] = {}
-    seen: set[int] = set()
+    seen, heads, last = set[int](), set[int](), {*flow.final_products(backward=False)}
     partly: Counter[str] = Counter()  # weights of which a row is another one
     for number in (*sorted(counterparts.by_weight), *(s.number for s in flow.steps if s.operator == "embedding")):
         step = flow.steps[number]
         place = weight_place(step)
         region = None if place is None else step.inputs[place][1]
-        if region is None or region.memory in seen or joints.exact(flow.program, region) is not None:
-            seen |= set() if region is None else {region.memory}
+        if region is None or region.memory in seen:
             continue
         seen.add(region.memory)
+        heads |= {region.memory} if number in last else set()
         rows = counterparts.weight_rows(number) if number in counterparts.by_weight else _table(counterparts, region)
         if rows is None or rows[0].shape != rows[1].shape or torch.equal(*rows):
             continue
         mine, theirs = rows
         if torch.equal(theirs, theirs.round()):  # codes, which are scaled behind the product
             theirs = theirs * _scales(counterparts, number, mine, theirs)[:, None]
-        words, whole = _words(mine, theirs)
+        match = counterparts.match(number)
+        both = mine, theirs
+        words, whole = _words(*(both if match is None else map(match.as_in_b, both)))
         if words is not None and words.endswith(str(dtype).removeprefix("torch.")):
             continue
         if words is not None and not whole:
@@ -68,7 +70,8 @@ def coarse_weights(counterparts: Counterparts, dtype: torch.dtype) -> CoarseWeig
             found[region.memory] = words, region, flow.program.value(region).double() + moved
     most = Counter(words for words, _, _ in found.values()).most_common(1)
     rounded = bool(most) and most[0][0].endswith("float16")
-    if not most or most[0][1] + partly[most[0][0]] < max(min(2, len(seen)), 0 if rounded else _UNIFORM * len(seen)):
+    least = min(2, len(seen - heads) or 1)  # quantisers leave the last product in full
+    if not most or most[0][1] + partly[most[0][0]] < max(least, 0 if rounded else _UNIFORM * len(seen)):
         return CoarseWeights()
     chosen = {memory: (region, values) for memory, (words, region, values) in found.items() if words == most[0][0]}
     for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):

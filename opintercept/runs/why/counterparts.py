@@ -22,7 +22,7 @@ from opintercept.runs.store.columns import Array
 from opintercept.runs.why.changes.wording import biases_of
 from opintercept.runs.why.flow import LEAF, Flow, is_real
 from opintercept.runs.why.joining.calls import linked
-from opintercept.runs.why.joining.weights import Joining, Side
+from opintercept.runs.why.joining.weights import Joining, Match, Side
 from opintercept.runs.why.joints import Joint, Joints, Laid, Tensor
 from opintercept.runs.why.layouts import Layout, Share, layouts
 from opintercept.runs.why.noise import apart, unmasked
@@ -168,8 +168,15 @@ class Counterparts:
                 return None
             if int(piece.rows_a.max()) >= len(rows):
                 return None
+            match = self.match(number)
+            weight = weight if match is None or match.order is None else weight[:, match.order]
             theirs[torch.from_numpy(piece.rows_a)] = weight[torch.from_numpy(piece.rows_b)]
         return rows, theirs
+
+    def match(self, number: int) -> Match | None:
+        """The rows of the weight of a product of A that B's first product of them has."""
+        pieces = self.by_weight.get(number)
+        return self.joining.matches[pieces[0].match] if pieces and self.joining is not None else None
 
     def scaled(self, number: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """What B's product of a weight makes, and what B scales that to, `float64[m, n]`, if one product has it all."""
@@ -262,7 +269,7 @@ class Counterparts:
             ):
                 continue
             if all(
-                place < len(other.inputs) and joint is not None and self._is(other.inputs[place][1], joint)
+                place < len(other.inputs) and joint is not None and self.reads(other.inputs[place][1], joint)
                 for place, joint in mine
             ):
                 candidates.append(other)
@@ -299,7 +306,7 @@ class Counterparts:
                 continue
             mine = [each for each in self.a.steps if each.operator == step.operator and _reads(each, name, region)]
             turn = next(turn for turn, each in enumerate(mine) if each.number == number)
-            readers = [each for each in self.b.steps if any(self._is(own, joint) for _, own in each.inputs)]
+            readers = [each for each in self.b.steps if any(self.reads(own, joint) for _, own in each.inputs)]
             for alike in (True, False):
                 theirs = [
                     each
@@ -328,7 +335,7 @@ class Counterparts:
         """How many operands of two calls are the same, leaves too."""
         joints = (self.joint_of(sweep, step.number, place) for place in range(len(step.inputs)))
         return sum(
-            joint is not None and self._is(region, joint)
+            joint is not None and self.reads(region, joint)
             for joint, (_, region) in zip(joints, other.inputs, strict=False)
         )
 
@@ -341,7 +348,7 @@ class Counterparts:
         (writer,) = writers if len(writers) == 1 else (LEAF,)
         return sweep.joined.get(writer)
 
-    def _is(self, region: Region, joint: Joint | Laid) -> bool:
+    def reads(self, region: Region, joint: Joint | Laid) -> bool:
         """Whether B reads a joint's tensor there, however it is laid out."""
         tensor = self.joints.of(region)
         if tensor is None or not joint.whole:

@@ -159,9 +159,18 @@ class Judge(Both):
         return False
 
     def _has_others(self, sweep: Sweep) -> bool:
-        """Whether B lacks some weight of A."""
+        """Whether B lacks some weight of A, or multiplies by another one although it has that."""
+        theirs = [step.inputs[place][1] for step in self.b.steps if (place := weight_place(step)) is not None]
+        tensors = {*map(self.joints.of, theirs)}
+
+        def lacks(step: Step, place: int) -> bool:
+            joint = sweep.edges.get((step.number, place))
+            if joint is None or place != weight_place(step) or joint.tensor in tensors:
+                return joint is None
+            return not any(self.counterparts.reads(each, joint) for each in theirs)
+
         return any(
-            (step.number, place) not in sweep.edges
+            lacks(step, place)
             for step in self.a.steps
             for place, (_, region) in enumerate(step.inputs)
             if place in step.reads and math.prod(region.shape) > 1

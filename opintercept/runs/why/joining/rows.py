@@ -22,7 +22,7 @@ from opintercept.runs.store.run import Run
 SKETCH = 128  # numbers in a sketch: unrelated rows have a cosine of 0 +- 0.09
 _PIECE = 1 << 22  # elements that are widened to 64 bits at once
 _LEVELS = 16  # those of a code of 4 bits
-_BLOCKS = (16, 32, 64, 128, 256)  # elements that share a scale
+_BLOCKS = (8, 16, 32, 64, 128, 256)  # elements that share a scale
 _FEW = 0.6  # the number of values of a block with few levels, in proportion to its size
 _COLUMNS = 64  # elements of a row that tell its step
 

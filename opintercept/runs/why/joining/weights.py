@@ -27,7 +27,7 @@ from opintercept.runs.why.joining.rows import (
     tensor_of,
     weight_of,
 )
-from opintercept.runs.why.joining.tokens import distances, nearest
+from opintercept.runs.why.joining.tokens import alike, distances, nearest
 
 _SAMPLED = 16  # rows of a weight that find out which weights resemble it
 _ALIKE = 0.8  # the least cosine of sketches of two rows that may be the same
@@ -35,6 +35,8 @@ _SAME = 0.9  # the least cosine of two rows that are the same
 _LIKELY = 0.5  # the largest error of what a packed weight gives
 _NEAR = 8  # calls between a product and those of low rank that are added to it
 _REST = 0.1  # what may remain of a difference once a low-rank product is added
+_TOKENS = 4  # that tell one column of what is multiplied from the others
+_SAME_COLUMN = 0.05  # the largest squared distance of two such columns that are the same, relative to their norms
 _SHORTEST = 16  # elements that tell a row whatever their order, or some rows: fewer are the same by chance
 
 
@@ -60,6 +62,10 @@ class Match:
     part_a: tuple[int, int]  # the elements of A's rows that these are, `(0, k)` for whole rows
     part_b: tuple[int, int]
     order: Array | None = None  # for each of A's elements, that of B; None if the order is the same
+
+    def as_in_b(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows with A's elements as B has them, whose blocks are rounded together."""
+        return rows if self.order is None else rows[:, np.argsort(self.order)]
 
 
 SideName = Literal["a", "b"]
@@ -448,8 +454,19 @@ class Joining:
                 if fits and other.shape[2] == k and other.sure and before <= self.b.first(b) <= after:
                     found += [b] if b not in self._factors("b") else []
             if len(found) == 1:
-                nothing = np.empty(0, np.int64)
-                self._add_nearest(Match(a, found[0], nothing, nothing, "neighbours", (0, k), (0, k)))
+                nothing, order = np.empty(0, np.int64), self._reordered(a, found[0])
+                self._add_nearest(Match(a, found[0], nothing, nothing, "neighbours", (0, k), (0, k), order))
+
+    def _reordered(self, a: int, b: int) -> Array | None:
+        """For each element of A's rows, that of B's, if what is multiplied by them has its columns in another order."""
+        sides = (self.a, a), (self.b, b)
+        x, y = (tensor_of(side.run, side.calls[side.first(weight)], "lhs").double() for side, weight in sides)
+        columns = [each.reshape(-1, each.size(-1)).mT for each in (x, y)]
+        if columns[0].shape != columns[1].shape or columns[0].size(1) < _TOKENS or alike(*columns) == len(columns[0]):
+            return None
+        cost = distances(*columns)
+        own, others = nearest(cost)
+        return others if len(own) == len(cost) and bool((cost[own, others] < _SAME_COLUMN).all()) else None
 
     def _add_nearest(self, like: Match) -> None:
         left_a, left_b = (

@@ -305,7 +305,7 @@ class Comparing:
         key = match, hashes[0], hashes[1]
         if key not in self._rows:
             whole_a, whole_b = self._factors("a", a).w, self._factors("b", b).w
-            one, other = self._joining.both(match, whole_a, whole_b)
+            one, other = map(self._joining.matches[match].as_in_b, self._joining.both(match, whole_a, whole_b))
             low = one.abs().amax(1, keepdim=True) if match in self._joining.terms else 0.0
             dtypes = dtype_of(calls[0], "rhs"), dtype_of(calls[1], "rhs")
             errors = RowErrors.of(one, other, dtypes, low, is_coded(whole_a) != is_coded(whole_b))

@@ -178,7 +178,8 @@ class _Sweeping:
             for label in labels:
                 of.setdefault(label, []).append(number)
         for (kind, what), numbers in of.items():
-            throughout = len(numbers) > 1 and len(numbers) >= _THROUGHOUT * len(self.figures)
+            least = min(2, len(self.figures) - 1)  # quantisers leave the last product in full
+            throughout = len(numbers) >= max(1, least, _THROUGHOUT * len(self.figures))
             if kind == "result" and throughout:
                 for number in numbers:
                     self.figures[number].roundings = 0.0, 0.0
