@@ -193,6 +193,8 @@ class Judge(Both):
                 if region is None or region.name is None:
                     continue
                 sweep.made[number] = Spread(self.a.program.value(region).double(), (), rounding.unit(self.dtype))
+            if self._mixes(sweep, number):
+                self.counterparts.ends.pop(number, None)
             end = self.counterparts.end(sweep, number)
             if end is None:
                 continue
@@ -202,6 +204,20 @@ class Judge(Both):
             if not made.ratio(values, end.joint.tensor.unit) <= LIMIT:
                 found.add(number)
         return found
+
+    def _mixes(self, sweep: Sweep, number: int) -> bool:
+        """Whether a result is of all samples of A's batch, as a mean over them is, and B computes some of these."""
+        share = self.joints.share
+        if share is None:
+            return False
+        for step in (self.a.steps[each] for each in self.a.before([number], sweep.joined, sweep.edges)):
+            made, read = (
+                [share.size(math.prod(region.shape)) for region in regions if region is not None and not region.weight]
+                for regions in (step.outputs[:1], [step.inputs[place][1] for place in step.reads])
+            )
+            if made == [0] and any(read):
+                return True
+        return False
 
     def _is_multiple(self, number: int) -> bool:
         """Whether B's result is A's times a plain fraction, as that of a part of a batch."""

@@ -195,6 +195,46 @@ def test_a_few_samples_of_a_batch_are_judged_without_the_others(
     assert [cause.what for cause in found.causes] == ["uses negative_slope=0.2 where A uses 0.1"]
 
 
+def test_a_mean_of_a_batch_is_not_compared_with_that_of_a_sample(tmp_path: Path) -> None:
+    one, two, x = layers()
+
+    def program(x: Tensor) -> Program:
+        def run() -> None:
+            y = two(one(x).tanh())
+            _ = y.square().mean() * torch.ones(len(x)) + 1
+
+        return run
+
+    found = why(tmp_path, program(x), program(x[:1]))
+    assert found.causes == ()
+    assert any("results of A without a counterpart" in note for note in found.notes)
+
+
+def test_complex_numbers_are_computed_from_the_values_of_the_other_run(tmp_path: Path) -> None:
+    one, two, x = layers()
+    turns = torch.polar(torch.ones(8), torch.arange(8.0))
+
+    def program(slope: float) -> Program:
+        def run() -> None:
+            y = torch.view_as_complex(F.leaky_relu(one(x), slope).unflatten(-1, (8, 2))) * turns
+            two(torch.view_as_real(y).flatten(-2).tanh())
+
+        return run
+
+    found = why(tmp_path, program(0.1), program(0.2))
+    assert [cause.what for cause in found.causes] == ["uses negative_slope=0.2 where A uses 0.1"]
+
+
+def test_groups_of_columns_in_another_order_may_have_few_bits(tmp_path: Path) -> None:
+    one, two, x = layers(width=32)
+    order = torch.randperm(32, generator=torch.Generator().manual_seed(1))
+    groups = one.weight.data[:, order].view(32, 4, 8)
+    step = groups.abs().amax(-1, keepdim=True) / 7
+    weight = ((groups / step).round() * step).view(32, 32)
+    found = why(tmp_path, lambda: two(one(x).tanh()), lambda: two(F.linear(x[:, order], weight, one.bias).tanh()))
+    assert (found.verdict, found.causes) == ("coarser", ())
+
+
 class WrongProduct:
     """A kernel that computes the second of all products wrongly."""
 
