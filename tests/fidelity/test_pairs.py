@@ -30,7 +30,6 @@ WRONG: dict[str, str] = {
     "clip: the last token is pooled": "a scaled product of A is paired with a bare one of B",
     "experts: two change places": "experts that one program stacks have no places of their own",
     "mla: the shared key does not turn": "the first operator of a region is named, not where it differs",
-    "replay: garbage": "noise does not follow a weight that is a thousand times larger",
     "residual: rounded before the norm": "rounding of a sum is taken for that of the machine",
     "resumed: without the state of the optimizer": "no single change explains it, and another place is named",
     "rwkv: shares exchanged": "rows of tokens and batches are taken in the order of the other program",

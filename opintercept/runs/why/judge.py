@@ -19,7 +19,7 @@ from opintercept.runs.program.program import Program, Step
 from opintercept.runs.store.run import Run
 from opintercept.runs.why.answer import Answer, Cause, Layer, Loss, Place, Verdict
 from opintercept.runs.why.both import Both
-from opintercept.runs.why.causes import explained
+from opintercept.runs.why.causes import Explained, explained
 from opintercept.runs.why.changes.accused import ODD, Accused, off_record
 from opintercept.runs.why.changes.wording import UNSEEN_BIAS, name_of, place_of
 from opintercept.runs.why.coarse import CoarseWeights, coarse_weights
@@ -281,8 +281,11 @@ class Judge(Both):
                 if not self._is_same(accused, ends, bad):
                     stale -= after
                     continue
-                said = explained(accused)
-                if said.cause is None:
+                guessed = self._guessed(accused)
+                said = Explained(None) if guessed else explained(accused)
+                if guessed is not None:
+                    guessed.numbers.append(number)
+                elif said.cause is None:
                     self._blind |= accused.part & sweep.blind
                 else:
                     self.forced |= said.closed
@@ -293,6 +296,13 @@ class Judge(Both):
             sweep.joined[number] = found.joint
             again = True
         return again
+
+    def _guessed(self, accused: Accused) -> _Head | None:
+        """What was accused before, if a region reads it in an order that is a guess, so nothing is known."""
+        before = {writer for each in accused.part for found in self.a.writers[each] for writer in found}
+        matches = ((number, self.counterparts.match(number)) for number in sorted(before & self._accused.keys()))
+        found = (self._accused[number] for number, match in matches if match is not None and match.by == "neighbours")
+        return next(found, None)
 
     def _is_same(self, accused: Accused, ends: set[int], bad: set[int]) -> bool:
         """Whether a counterpart is the same result, and no other: if in doubt, whether it brings A's results to B's.
