@@ -27,7 +27,6 @@ WRONG: dict[str, str] = {
     "bert classifier: positions start at two": "a division is accused besides",
     "clip: attention is not causal": "rows of tokens and batches are taken in the order of the other program",
     "clip: normalised over the batch": "operators that differ are named although no change was verified",
-    "clip: the last token is pooled": "a scaled product of A is paired with a bare one of B",
     "experts: two change places": "experts that one program stacks have no places of their own",
     "mla: the shared key does not turn": "the first operator of a region is named, not where it differs",
     "residual: rounded before the norm": "rounding of a sum is taken for that of the machine",

@@ -477,7 +477,10 @@ class Counterparts:
                 and all(
                     at == place
                     or not writers & flow.active
-                    or math.prod(flow.steps[user].inputs[at][1].shape) < size
+                    or (
+                        math.prod(flow.steps[user].inputs[at][1].shape) < size
+                        and not flow.before(writers & flow.active, range(number)) & {*found}  # as by its own norm
+                    )
                     or all(m not in found and self._derives(flow, m, lhs.memory, found) for m in writers & flow.active)
                     for at, writers in enumerate(flow.writers[user])
                 )
