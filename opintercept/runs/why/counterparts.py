@@ -229,6 +229,11 @@ class Counterparts:
             made = self.joints.made_by(pieces[0].step) if pieces else None
             if values is None or made is None:
                 return None
+            if self._chains(number, pieces[0].step)[0][0] != number:  # A adds behind it what is within B's
+                for piece in pieces:
+                    for place in biases_of(piece.step):
+                        bias = self.b.program.value(piece.step.inputs[place][1]).double()
+                        values[..., piece.rows_a] -= bias[..., piece.rows_b]
             return Counterpart(number, Joint(made, values, whole=False), pieces[0].step, "result")
         tensor = self.ends[number]
         step = self.b.steps[tensor.makers[-1]] if tensor.makers else None

@@ -40,6 +40,12 @@ def told(folder: Path, one: Callable[[], Any], other: Callable[[], Any]) -> Answ
     return runs.why(runs.open_run(folder / "a"), runs.open_run(folder / "b"))
 
 
+def test_a_bias_within_the_last_product_is_one_that_a_adds_behind_it(tmp_path: Path) -> None:
+    head = nn.Linear(16, 8)
+    found = told(tmp_path, lambda: X @ head.weight.mT + head.bias, lambda: head(X))
+    assert (found.verdict, found.causes) == ("rounding", ())
+
+
 @pytest.fixture
 def model() -> Model:
     torch.manual_seed(0)
