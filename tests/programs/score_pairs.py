@@ -31,7 +31,7 @@ from outcomes import Outcome, Pair, Recorded, outcome, recorded
 from opintercept import runs
 
 SETS = {"suite": "pairs", "reported": "reported_pairs", "new": "fresh_pairs", "blind": "blind_pairs"}
-SECONDS = 60  # for each pair
+SECONDS = 60  # of processor time for each pair
 Judge = Callable[[runs.Run, runs.Run], runs.Answer]
 
 
@@ -44,13 +44,13 @@ def limited(seconds: int) -> Iterator[None]:
     def stop(*_: object) -> None:
         raise OutOfTimeError(f"more than {seconds} seconds")
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def opened(pair: Pair, cache: Path, how: Recorded, source: str) -> tuple[runs.Run, runs.Run]:

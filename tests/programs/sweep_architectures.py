@@ -17,6 +17,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +99,10 @@ def row_by_row(model: Any, inputs: Inputs) -> None:
 
 def with_cache(model: Any, inputs: Inputs) -> None:
     tokens, cache = inputs["input_ids"], None
+    places = torch.arange(tokens.shape[1])[None] if "position_ids" in signature(model.forward).parameters else None
     for begin, end in ((0, 7), *((place, place + 1) for place in range(7, tokens.shape[1]))):
-        cache = model(input_ids=tokens[:, begin:end], past_key_values=cache, use_cache=True).past_key_values
+        more = {} if places is None else {"position_ids": places[:, begin:end]}  # a cache of states tells none
+        cache = model(input_ids=tokens[:, begin:end], past_key_values=cache, use_cache=True, **more).past_key_values
 
 
 def without_cache(model: Any, inputs: Inputs) -> None:
