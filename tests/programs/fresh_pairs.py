@@ -1304,3 +1304,351 @@ def _(b: bool) -> Any:
             optimizer.zero_grad(set_to_none=not b)
 
     return program
+
+
+# What engines rewrite, and what reports say that ports get wrong.
+
+ANY = "argument operand operator"
+EDGES = torch.tensor([[0, 1, 2, 3, 4, 1, 2, 3, 3, 0], [1, 2, 3, 4, 0, 0, 0, 2, 0, 3]])
+NODES = drawn(5, 6)
+
+
+class Projections(nn.Module):
+    """Linear layers by name; `forward` is a function of their weights, as its port is."""
+
+    def __init__(self, function: Callable[..., object], **sizes: tuple[int, int]) -> None:
+        super().__init__()
+        self.function = function
+        for name, (k, n) in sizes.items():
+            self.add_module(name, nn.Linear(k, n, bias=name == "out"))
+
+    def forward(self, *inputs: Tensor) -> object:
+        return self.function(self, *inputs)
+
+
+def forms(
+    name: str,
+    one: Callable[..., object],
+    other: Callable[..., object],
+    inputs: tuple[Any, ...],
+    mistakes: dict[str, Planted],
+    **sizes: tuple[int, int],
+) -> None:
+    """Pairs of a function of layers and of one of their weights."""
+    port(name, lambda: Projections(one, **sizes), other, inputs, mistakes)
+
+
+QKV = dict.fromkeys(("q", "k", "v", "out"), (32, 32))
+
+
+def merged(y: Tensor) -> Any:
+    return y.transpose(-3, -2).flatten(-2)
+
+
+def attended(m: Any, x: Tensor) -> Any:
+    return m.out(merged(attention(split(m.q(x)), split(m.k(x)), split(m.v(x)), is_causal=True)))
+
+
+def by_blocks(w: Weights, x: Tensor, mistake: str) -> Any:
+    """Attention key by key block, with sums that are rescaled by the largest score so far."""
+    q, k, v = (split(x @ w[f"{name}.weight"].mT) for name in "qkv")
+    hidden = torch.ones(12, 12).triu(1).bool()
+    most, total, out = torch.full((2, 4, 12, 1), -1e30), torch.zeros(2, 4, 12, 1), torch.zeros(2, 4, 12, 8)
+    for at in range(0, 12, 4):
+        scores = (q @ k[:, :, at : at + 4].mT / 8**0.5).masked_fill(hidden[:, at : at + 4], -1e30)
+        larger = torch.maximum(most, scores.amax(-1, keepdim=True))
+        p, less = (scores - larger).exp(), (most - larger).exp()
+        total = p.sum(-1, keepdim=True) + (total if mistake else total * less)
+        out, most = out * less + p @ v[:, :, at : at + 4], larger
+    return F.linear(merged(out / total), w["out.weight"], w["out.bias"])
+
+
+BLOCKS = {"": (), "sums are not rescaled": ("attention", ANY, "mul|exp|rescal|sum|div")}
+forms("online softmax", attended, by_blocks, (TEXT * 2,), BLOCKS, **QKV)
+
+
+def in_shards(w: Weights, x: Tensor, mistake: str) -> Any:
+    """Heads and rows of the last layer on two devices, whose results are added."""
+    total, bias = torch.zeros(2, 12, 32), w["out.bias"]
+    for rank in range(2):
+        q, k, v = (split(F.linear(x, w[f"{name}.weight"].chunk(2)[rank]), 2) for name in "qkv")
+        total = total + F.linear(
+            merged(attention(q, k, v, is_causal=True)),
+            w["out.weight"].chunk(2, 1)[rank],
+            bias if mistake or rank == 0 else None,
+        )
+    return total
+
+
+SHARDS = {"": (), "each adds the bias": ("^out$", f"{ANY} weight", "bias|beta=2")}
+forms("shards", attended, in_shards, (TEXT,), SHARDS, **QKV)
+
+
+def latent(m: Any, x: Tensor) -> Any:
+    narrow = m.down(x)
+    return m.out(merged(attention(split(m.q(x)), split(m.k(narrow)), split(m.v(narrow)), is_causal=True)))
+
+
+def absorbed(w: Weights, x: Tensor, mistake: str) -> Any:
+    """Queries are multiplied by the weight of the keys, so that the narrow tensor is all that a cache holds."""
+    narrow, (k, v) = x @ w["down.weight"].mT, (w[f"{name}.weight"].unflatten(0, (4, 8)) for name in "kv")
+    q = torch.einsum("bhtd,hdl->bhtl", split(x @ w["q.weight"].mT), k)
+    scores = torch.einsum("bhtl,bsl->bhts", q, narrow) * (12 if mistake else 8) ** -0.5
+    p = scores.masked_fill(torch.ones(12, 12).triu(1).bool(), -math.inf).softmax(-1)
+    y = torch.einsum("bhts,bsl,hdl->bthd", p, narrow, v).flatten(2)
+    return F.linear(y, w["out.weight"], w["out.bias"])
+
+
+LATENT = {"": (), "scaled by the narrow size": ("attention", ANY, "scale|multipl|0.28|mul|div")}
+forms("absorbed", latent, absorbed, (TEXT,), LATENT, **QKV | {"down": (32, 12), "k": (12, 32), "v": (12, 32)})
+
+
+def decays() -> Tensor:
+    apart = torch.arange(12.0)[:, None] - torch.arange(12.0)
+    return torch.where(apart >= 0, torch.tensor([0.9, 0.8, 0.7, 0.6])[:, None, None] ** apart, 0.0)
+
+
+def retained(m: Any, x: Tensor) -> Any:
+    return m.out(merged((split(m.q(x)) @ split(m.k(x)).mT * decays()) @ split(m.v(x))))
+
+
+def recurrent(w: Weights, x: Tensor, mistake: str) -> Any:
+    q, k, v = (split(x @ w[f"{name}.weight"].mT) for name in "qkv")
+    state, out = torch.zeros(2, 4, 8, 8), []
+    decay = torch.tensor([0.9, 0.8, 0.7, 0.6])[:, None, None]
+    for t in range(12):
+        new = k[:, :, t, :, None] * v[:, :, t, None]
+        state = (state + new) * decay if mistake else state * decay + new
+        out.append((q[:, :, t, None] @ state)[:, :, 0])
+    return F.linear(merged(torch.stack(out, 2)), w["out.weight"], w["out.bias"])
+
+
+forms("retention", retained, recurrent, (TEXT,), {"": (), "the new key decays": ("mul|matmul|pow", ANY, "")}, **QKV)
+
+
+def stretched(m: Any, x: Tensor, factor: float = 0.1 * math.log(16) + 1) -> Any:
+    """Rotary positions for sequences that are longer than in training, whose cosines have a factor."""
+    turns = torch.outer(torch.arange(12.0), 100 ** (-torch.arange(0, 8, 2) / 8) / 4)
+    cos, sin = turns.cos() * factor, turns.sin() * factor
+    q, k = (
+        torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+        for a, b in (split(layer(x)).chunk(2, -1) for layer in (m.q, m.k))
+    )
+    return m.out(merged(attention(q, k, split(m.v(x)), is_causal=True)))
+
+
+def scaled_later(w: Weights, x: Tensor, mistake: str) -> Any:
+    turns = torch.polar(torch.ones(12, 4), torch.outer(torch.arange(12.0), 100 ** (-torch.arange(0, 8, 2) / 8) / 4))
+    q, k = (split(x @ w[f"{name}.weight"].mT).unflatten(-1, (2, 4)).transpose(-1, -2).contiguous() for name in "qk")
+    q, k = (torch.view_as_real(torch.view_as_complex(each) * turns).flatten(-2) for each in (q, k))
+    scale = (1 if mistake else (0.1 * math.log(16) + 1) ** 2) / 8**0.5
+    y = attention(q, k, split(x @ w["v.weight"].mT), is_causal=True, scale=scale)
+    return F.linear(merged(y), w["out.weight"], w["out.bias"])
+
+
+YARN = {"": (), "the factor is one": ("mul|attention|stretched", ANY, "scale|1.27|1.63|multipl|mul")}
+forms("yarn", stretched, scaled_later, (TEXT,), YARN, **QKV)
+
+
+def places(swapped: bool) -> Tensor:
+    rows, columns = torch.arange(12.0) // 4, torch.arange(12.0) % 4
+    rows, columns = (columns, rows) if swapped else (rows, columns)
+    return torch.cat([torch.outer(each, torch.tensor([1.0, 0.1])) for each in (rows, columns)], -1)
+
+
+def turned_in_two(q: Tensor, turns: Tensor) -> Tensor:
+    a, b = q.chunk(2, -1)
+    return torch.cat((a * turns.cos() - b * turns.sin(), b * turns.cos() + a * turns.sin()), -1)
+
+
+def seen(m: Any, x: Tensor) -> Any:
+    turns = places(False)
+    q, k = (turned_in_two(split(layer(x)), turns) for layer in (m.q, m.k))
+    return m.out(merged(attention(q, k, split(m.v(x)))))
+
+
+def seen_in_one(w: Weights, x: Tensor, mistake: str) -> Any:
+    q, k, v = F.linear(x, torch.cat([w[f"{name}.weight"] for name in "qkv"])).unflatten(-1, (3, 4, 8)).unbind(2)
+    turns = places(bool(mistake))[:, None]
+    q, k = (turned_in_two(each, turns).transpose(1, 2) for each in (q, k))
+    y = (q @ k.mT * 8**-0.5).softmax(-1) @ v.transpose(1, 2)
+    return F.linear(merged(y), w["out.weight"], w["out.bias"])
+
+
+PLACES = {"": (), "rows and columns change places": ("cos|sin|outer|mul|turned_in_two|places", f"{ANY} input", "")}
+forms("vision", seen, seen_in_one, (TEXT,), PLACES, **QKV)
+
+
+def dense(m: Any, x: Tensor) -> Any:
+    h = m.w(x)
+    scores = F.leaky_relu(m.near(h) + m.far(h).mT, 0.2)  # of each target and source
+    linked = torch.zeros(5, 5).index_put((EDGES[1], EDGES[0]), torch.ones(10))
+    return m.out(F.elu(scores.masked_fill(linked == 0, -math.inf).softmax(-1) @ h))
+
+
+def sparse(w: Weights, x: Tensor, mistake: str) -> Any:
+    h, (source, target) = x @ w["w.weight"].mT, EDGES
+    scores = F.leaky_relu((h @ w["near.weight"].mT)[target] + (h @ w["far.weight"].mT)[source], 0.2)[:, 0]
+    by = source if mistake else target
+    most = torch.full((5,), -math.inf).scatter_reduce(0, by, scores, "amax")
+    p = (scores - most[by]).exp()
+    p = p / torch.zeros(5).index_add(0, by, p)[by]
+    y = F.elu(torch.zeros(5, 8).index_add(0, target, p[:, None] * h[source]))
+    return F.linear(y, w["out.weight"], w["out.bias"])
+
+
+GAT = {"": (), "shares of the sources": ("softmax", ANY, "dim|softmax|normal|index|div")}
+forms("gat", dense, sparse, (NODES,), GAT, w=(6, 8), near=(8, 1), far=(8, 1), out=(8, 3))
+
+
+def cosines(m: Any, x: Tensor) -> Any:
+    return m.out(F.linear(F.normalize(m.w(x)), F.normalize(m.v.weight)) * 16)
+
+
+def cosines_by_hand(w: Weights, x: Tensor, mistake: str) -> Any:
+    h, v = x @ w["w.weight"].mT, w["v.weight"]
+    h, v = h / h.norm(dim=-1, keepdim=True), v / v.norm(dim=0 if mistake else 1, keepdim=True)
+    return F.linear(16 * h @ v.mT, w["out.weight"], w["out.bias"])
+
+
+COSINES = {"": (), "columns are normalised": ("norm|normalize|div", f"{ANY} weight", "dim")}
+forms("cosines", cosines, cosines_by_hand, (NODES,), COSINES, w=(6, 8), v=(8, 4), out=(4, 3))
+
+
+def filtered(m: Any, x: Tensor) -> Any:
+    """A long causal convolution by Fourier transforms."""
+    y, kernel = m.w(x), 0.8 ** torch.arange(12.0)[:, None] * torch.linspace(0.5, 1, 8)
+    y = torch.fft.irfft(torch.fft.rfft(y, 24, dim=1) * torch.fft.rfft(kernel, 24, dim=0), 24, dim=1)[:, :12]
+    return m.out(y * F.silu(m.v(x)))
+
+
+def filtered_in_turn(w: Weights, x: Tensor, mistake: str) -> Any:
+    y, state, out = x @ w["w.weight"].mT, torch.zeros(2, 8), []
+    for t in range(12):
+        state = 0.8 * state + y[:, t]
+        out.append(state * torch.linspace(0.5, 1, 8))
+    return F.linear(torch.stack(out, 1) * F.silu(x @ w["v.weight"].mT), w["out.weight"], w["out.bias"])
+
+
+forms("long filter", filtered, filtered_in_turn, (TEXT,), {"": ()}, w=(32, 8), v=(32, 8), out=(8, 3))
+
+
+def dispatched(m: Any, x: Tensor) -> Any:
+    """Experts by products with one-hot tensors, as on devices that want fixed shapes."""
+    shares, chosen = m.router(x).softmax(-1).topk(2)
+    places = F.one_hot(chosen, 4).to(x.dtype)
+    weights = m.w.weight.unflatten(0, (4, 8))
+    h = F.gelu(torch.einsum("tke,td,ehd->tkeh", places, x, weights))
+    return m.out(torch.einsum("tkeh,tke,tk->th", h, places, shares))
+
+
+def gathered(w: Weights, x: Tensor, mistake: str) -> Any:
+    shares, chosen = (x @ w["router.weight"].mT).softmax(-1).topk(2)
+    out = torch.zeros(24, 8)
+    for expert, weight in enumerate(w["w.weight"].chunk(4)):
+        token, turn = torch.where(chosen == expert)
+        out.index_add_(0, token, F.gelu(x[token] @ weight.mT) * shares[token, turn, None])
+    return F.linear(out, w["out.weight"], w["out.bias"])
+
+
+forms("dispatch", dispatched, gathered, (TEXT.flatten(0, 1),), {"": ()}, router=(32, 4), w=(32, 32), out=(8, 3))
+
+
+def lens(m: Any, x: Tensor) -> Any:
+    """What the head makes of the states of each layer."""
+    states = [x]
+    for layer in (m.w, m.v):
+        states.append(states[-1] + layer(states[-1]).relu())
+    return torch.stack([m.out(F.rms_norm(each, (8,))) for each in states])
+
+
+def lens_at_once(w: Weights, x: Tensor, mistake: str) -> Any:
+    y = x + (x @ w["w.weight"].mT).clamp_min(0)
+    states = torch.stack((x, y, y + (y @ w["v.weight"].mT).clamp_min(0)))
+    scale = (states[-1:] if mistake else states).square().mean(-1, keepdim=True).add(1.1920929e-07).rsqrt()
+    return F.linear(states * scale, w["out.weight"], w["out.bias"])
+
+
+LENS = {"": (), "the last state's scale": ("norm", ANY, "")}
+forms("lens", lens, lens_at_once, (drawn(6, 8) * 3,), LENS, w=(8, 8), v=(8, 8), out=(8, 5))
+
+
+def guided(m: Any, x: Tensor, condition: Tensor) -> Any:
+    both = m.out(F.silu(m.w(torch.cat((x, x))) + m.v(torch.cat((torch.zeros_like(condition), condition)))))
+    free, own = both.chunk(2)
+    return free + 5 * (own - free)
+
+
+def guided_twice(w: Weights, x: Tensor, condition: Tensor, mistake: str) -> Any:
+    free, own = (
+        F.linear(F.silu(x @ w["w.weight"].mT + each @ w["v.weight"].mT), w["out.weight"], w["out.bias"])
+        for each in (torch.zeros_like(condition), condition)
+    )
+    return (5 * own - 5 * free) + (own if mistake else free)
+
+
+GUIDED = {"": (), "added to the conditional": (r"free \+|chunk|add", ANY, "")}
+forms("guided", guided, guided_twice, (drawn(4, 6), drawn(4, 3)), GUIDED, w=(6, 8), v=(3, 8), out=(8, 6))
+
+
+def advantages(b: bool, mistake: str) -> Any:
+    """An actor-critic's loss, whose advantages are added up backwards, or by one product."""
+    critic, actor = made(lambda: nn.Linear(6, 1)), made(lambda: nn.Linear(6, 3))
+    x, rewards, ends = drawn(13, 6), drawn(12, seed=5), torch.tensor([0.0, 0, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0])
+    taken = torch.arange(12) % 3
+
+    def program() -> None:
+        values = critic(x)[:, 0]
+        with torch.no_grad():
+            live = 1 - ends
+            if not b:
+                last, found = torch.zeros(()), []
+                for t in reversed(range(12)):
+                    last = rewards[t] + 0.9 * live[t] * values[t + 1] - values[t] + 0.9 * 0.8 * live[t] * last
+                    found.append(last)
+                gain = torch.stack(found[::-1])
+            else:
+                live = torch.cat((live[1:], torch.ones(1))) if mistake == "ends are a step early" else live
+                after = values[1:]
+                if mistake == "the last value stands twice":
+                    after = torch.cat((values[1:-1], values[-2:-1]))
+                delta = rewards + 0.9 * live * after - values[:-1]
+                weights = torch.eye(12)
+                for t in reversed(range(11)):
+                    weights[t] += 0.9 * 0.8 * live[t] * weights[t + 1]
+                gain = weights @ delta
+        policy = actor(x[:12]).log_softmax(-1)[torch.arange(12), taken]
+        loss = F.mse_loss(values[:12], gain + values[:12].detach()) - (policy * gain).mean()
+        loss.backward()
+
+    return program
+
+
+def softly(b: bool, mistake: str) -> Any:
+    """A loss whose targets are similarities."""
+    one, two = made(lambda: nn.Linear(6, 8)), made(lambda: nn.Linear(5, 8))
+    x, y = drawn(7, 6), drawn(7, 5, seed=2)
+
+    def program() -> None:
+        p, q = one(x), two(y)
+        logits, alike = p @ q.mT / 0.5, (p @ p.mT + q @ q.mT) / 2
+        targets = (alike * 0.5 if b and mistake else alike / 0.5).softmax(-1).detach()
+        if b:
+            loss = -(targets * (logits - logits.logsumexp(-1, keepdim=True))).sum(-1).mean()
+        else:
+            loss = F.cross_entropy(logits, targets)
+        loss.backward()
+
+    return program
+
+
+for own, program, planted_there in (
+    ("advantages", advantages, {
+        "": (),
+        "ends are a step early": ("live|mul|sub", f"{ANY} input", ""),
+        "the last value stands twice": (r"values|mul|delta|rewards", f"{ANY} input", ""),
+    }),
+    ("soft targets", softly, {"": (), "multiplied by the temperature": ("alike|div|softmax", ANY, "mul|div|0.5|2")}),
+):  # fmt: skip
+    for mistake, what in planted_there.items():
+        pair(f"{own}: {mistake or 'rewritten'}", *what, made=True, trains=True)(partial(program, mistake=mistake))
