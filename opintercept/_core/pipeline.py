@@ -423,7 +423,7 @@ class Pipeline:
                     if not self.survives(handle, "replayed", note.record(), exception):
                         raise
 
-    # Kernels in C++ call these four, too.
+    # Kernels in C++ call these, too.
 
     def number_of(self, place: CallSite) -> bytes:
         """The number by which a record names a call site."""
@@ -438,11 +438,15 @@ class Pipeline:
         if self.links is not None:
             self.links.add(row.name, index, operands, wanted, place)
 
-    def forward_of(self, operands: tuple[int, ...], lhs: int) -> tuple[CallSite, int | None, str | None] | None:
-        """The place of the running backward call, its forward call and of which operand it computes the gradient.
+    def link_in_function(
+        self, row: Any, index: int, operands: tuple[int, ...], wanted: tuple[int, ...], place: Any
+    ) -> None:
+        """The same of a call that a custom Function makes in its forward."""
+        if self.links is not None:
+            self.links.add_in_function(row.name, index, operands, wanted, place)
 
-        None if only a look at the stack can tell.
-        """
+    def forward_of(self, operands: tuple[int, ...], lhs: int) -> tuple[CallSite, int | None, str | None] | None:
+        """The place of the running backward call, its forward call and of which operand it computes the gradient."""
         return self.origin.forward_of(operands, lhs)
 
     def count_opaque(self, name: str, calls: int = 1) -> None:

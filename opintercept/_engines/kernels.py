@@ -34,6 +34,7 @@ from opintercept._engines.dynamo import keep_out
 from opintercept._engines.overloads import Overloads
 from opintercept._engines.quiet import has_forked_tasks, native_threads, run_if_quiet
 from opintercept._engines.scope import KEY, UNKNOWN, Watch, state, take
+from opintercept._ops.generated import GeneratedKernel
 from opintercept._ops.select import PRODUCTS
 from opintercept._ops.table import OWN, ROWS, row_of
 from opintercept._origin.links import graph_task
@@ -164,8 +165,8 @@ class KernelEngine(Engine):
         return _passed(ROWS.version)
 
     def is_leaf(self, key: Any) -> bool:
-        """True of torch's own operators; one of another library may run Python."""
-        return str(key).startswith("aten::")
+        """True of torch's own operators and of generated kernels; one of another library may run Python."""
+        return isinstance(key, GeneratedKernel) or str(key).startswith("aten::")
 
     def enter(self, block: Block) -> None:
         """Install the kernels that a block lacks, and enter it in this thread."""

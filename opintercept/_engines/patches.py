@@ -109,6 +109,11 @@ class Replacements:
         self._in_place: dict[Replaced, None] = {}  # in order
         in_child(self._forget_parent)
 
+    @property
+    def in_place(self) -> bool:
+        """Whether anything is replaced."""
+        return bool(self._in_place)
+
     def enter(self, user: object) -> None:
         """Replace what there is to replace, until `user` leaves."""
         with locks.shared:

@@ -17,6 +17,8 @@ namespace opintercept {
 
 [[noreturn]] void raise(); // Python's error as an exception of C++
 PyObject* exception_of(const std::exception_ptr& thrown); // what it is to Python; it can still be thrown
+[[noreturn]] void raise_again(); // the same of an error that `exception_of` may be asked for
+void set_error(const std::exception_ptr& thrown);
 
 inline PyObject* check(PyObject* p) {
   if (p == nullptr) {

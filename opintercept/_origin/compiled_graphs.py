@@ -111,9 +111,13 @@ def is_generated(code: CodeType) -> bool:
     if known is None:
         if len(_generated) > 10_000:
             _generated.clear()
-        made = code.co_filename.startswith(_EVAL) or re.search(_INDUCTOR, code.co_filename) is not None
-        known = _generated[id(code)] = (code, made)
+        known = _generated[id(code)] = (code, code.co_filename.startswith(_EVAL) or is_wrapper(code))
     return known[1]
+
+
+def is_wrapper(code: CodeType) -> bool:
+    """Whether code is that of a wrapper of Inductor, as `_engines/compiled/stack.cpp` asks, too."""
+    return re.search(_INDUCTOR, code.co_filename) is not None
 
 
 def forward(frame: FrameType, graph: Graph | None) -> Trace:
@@ -341,11 +345,15 @@ def _trace(node: Any) -> Trace:
     return Trace(source, parse(written[0][0]), (), getattr(kind, "__name__", str(kind).rpartition(".")[2]), line)
 
 
-def graph_of(frame: FrameType) -> Graph | None:
-    """Return the graph that a frame was compiled from. AOTAutograd's function has one of its methods as attribute."""
-    outer = frame.f_back
+def graph_of(frame: FrameType) -> tuple[Graph | None, bool]:
+    """Return the graph that a frame was compiled from, and whether the innermost function of Dynamo decides that.
+
+    AOTAutograd's function has one of the graph's methods as attribute.
+    """
+    outer, functions = frame.f_back, 0
     while outer is not None:
         if outer.f_code.co_name == "_fn":
+            functions += "fn" in outer.f_locals
             module: Any = getattr(getattr(outer.f_locals.get("fn"), "named_parameters", None), "__self__", None)
             nodes = getattr(getattr(module, "graph", None), "nodes", None)
             if nodes is not None:
@@ -354,9 +362,9 @@ def graph_of(frame: FrameType) -> Graph | None:
                     if len(_graphs) > 1000:
                         _graphs.clear()
                     known = _graphs[id(module)] = (weakref.ref(module), _read(nodes))
-                return known[1]
+                return known[1], functions == 1
         outer = outer.f_back
-    return None
+    return None, True
 
 
 def _read(nodes: Iterable[Any]) -> Graph:
@@ -539,7 +547,7 @@ class Around(NamedTuple):
 class GraphCallSite(CallSite):
     """The place of a call in a compiled graph, whose calls all share the node that runs the backward graph."""
 
-    __slots__ = ("_parts", "around")
+    __slots__ = ("_parts", "_source", "around")
 
     def __init__(
         self,
@@ -553,13 +561,15 @@ class GraphCallSite(CallSite):
         super().__init__(aliases, code, instruction, line)
         self.around = around
         self._parts = parts
+        self._source: str | None = None  # that of the parts, once somebody has asked
 
     @property
     def source(self) -> str | None:
         """As of every call site; the lines of all parts of a generated kernel."""
-        if self._parts:
-            return written_lines([part.trace.line for part, _ in self._parts if part.trace.line is not None])
-        return super().source
+        if self._parts and self._source is None:
+            lines = [part.trace.line for part, _ in self._parts if part.trace.line is not None]
+            self._source = written_lines(lines)
+        return self._source if self._parts else super().source
 
     @property
     def parts(self) -> tuple[KernelPart, ...]:

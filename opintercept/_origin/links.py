@@ -175,6 +175,14 @@ class Links:
         """Remember a forward call that autograd records. `operands` and `wanted` are as in `Link`."""
         self._link(op, index, "forward", operands, wanted, bool(wanted), True, None, place)
 
+    def add_in_function(
+        self, op: str, index: int, operands: tuple[int, ...], wanted: tuple[int, ...], place: CallSite
+    ) -> None:
+        """The same of a call that a custom Function makes, as compiled graphs are, outside of graph tasks."""
+        function = custom_function()
+        made = None if function is None else Made(-1, False, id(function), None)
+        self._link(op, index, "forward", operands, wanted, bool(wanted), False, function, place, made)
+
     def _link(
         self,
         op: str,

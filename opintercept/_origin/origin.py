@@ -64,7 +64,7 @@ class _Stack:
         """Return the place of the running call."""
         module, root, code, instruction = self._walk()
         if code is not None and compiled_graphs.is_generated(code):
-            return self._in_graph(phase, module, root, code)
+            return self._in_graph(phase, module, root, code)[0]
         if module is None or root is None:
             return CallSite(("",), code, instruction)
         if not (issubclass(type(module), torch.nn.Module) and issubclass(type(root), torch.nn.Module)):
@@ -76,8 +76,18 @@ class _Stack:
     def lasting(
         self, module: torch.nn.Module | None, root: torch.nn.Module | None, code: CodeType | None, instruction: int
     ) -> CallSite | None:
-        """Return the place of a forward call with this stack, if it is the same for all such calls."""
-        if (code is not None and compiled_graphs.is_generated(code)) or tells_parts(module):
+        """Return the place of a forward call with this stack, if it is the same for all such calls.
+
+        In a wrapper of Inductor these are the modules around the graph. Such calls also have the same function of
+        Dynamo on the stack, and code of the program that calls the graph.
+        """
+        if code is not None and compiled_graphs.is_generated(code):
+            if not compiled_graphs.is_wrapper(code):
+                return None
+            inner, outer, _, _ = self._walk()
+            place, lasts = self._in_graph("forward", inner, outer, code)
+            return place if lasts else None
+        if tells_parts(module):
             return None
         if module is None or root is None:
             return CallSite(("",), code, instruction)
@@ -86,11 +96,11 @@ class _Stack:
 
     def _in_graph(
         self, phase: Phase, module: torch.nn.Module | None, root: torch.nn.Module | None, code: CodeType
-    ) -> CallSite:
-        """Return the place of a call in code that torch.compile has made, found in its graph."""
+    ) -> tuple[CallSite, bool]:
+        """Return the place of a call in code that torch.compile has made, found in its graph, and whether it lasts."""
         made = frame_of(code)
         if made is None:
-            return NOWHERE
+            return NOWHERE, False
         own = outermost = None  # modules of the program around the compiled function
         caller: tuple[CodeType | None, int] | None = None
         frame = made.f_back
@@ -100,12 +110,13 @@ class _Stack:
             if caller is None and is_users(frame.f_code):
                 caller = (frame.f_code, frame.f_lasti) if own is not None else (None, -1)
             frame = frame.f_back
-        graph = compiled_graphs.graph_of(made)
+        graph, decides = compiled_graphs.graph_of(made)
         key = (id(code), made.f_lineno, id(graph), phase)
         names = () if own is None or outermost is None else self._labels.names(outermost, own)
+        named = own is None or outermost is None or self._labels.lasts(outermost, own)
         known = self._known.get(key)
         if known is not None and known.names == names and known.holds(own, outermost, caller):
-            return known.place
+            return known.place, decides and named
         trace = compiled_graphs.forward(made, graph)
         computed = compiled_graphs.computed(made, graph)
         bases: dict[Source, weakref.ref[torch.nn.Module]] = {}
@@ -122,7 +133,7 @@ class _Stack:
         programs = graph is None and (own is None or _is_graph(runs)) and not (_is_dynamos(root) or _is_dynamos(runs))
         if programs and module is not None and root is not None:  # a GraphModule that the program has made
             path = trace.path if runs is module and trace.source is None else ()  # not in a module that the graph calls
-            return CallSite(self._labels.below(root, module, path), None, -1, trace.line)
+            return CallSite(self._labels.below(root, module, path), None, -1, trace.line), False
         around = None if own is None or outermost is None else (weakref.ref(own), weakref.ref(outermost))
         there = compiled_graphs.Around(graph, around, bases, caller or (None, -1))
         place = self._place(trace, computed, there, again=phase == "recompute")
@@ -131,7 +142,8 @@ class _Stack:
             if len(self._known) >= 10_000:
                 self._known.clear()
             self._known[key] = _KnownPlace(code, graph, *around, caller, names, place)
-        return place
+            return place, decides and named
+        return place, decides and own is None and not bases and not wanted
 
     def _place(
         self,
@@ -268,17 +280,18 @@ class Origin:
     def forward_of(self, operands: tuple[int, ...], lhs: int) -> tuple[CallSite, int | None, str | None] | None:
         """Return the place, the forward call and the operand of the running backward call.
 
-        None if the place depends on the stack. `operands` are the addresses of the call's arguments, 0 for those that
+        `operands` are the addresses of the call's arguments, 0 for those that
         are not tensors, and `lhs` that of the left one.
         """
         found = None if self.links is None else self.links.find()
         if found is None:
             return NOWHERE, None, None
-        if isinstance(found[1], compiled_graphs.GraphCallSite):
-            return None
+        place = found[1]
+        if isinstance(place, compiled_graphs.GraphCallSite):
+            place = self._stack.in_backward_graph(place)
         if found[2]:
-            return found[1], None, None
-        return found[1], found[0].index, grad_of(operands, lhs, found[0])[0]
+            return place, None, None
+        return place, found[0].index, grad_of(operands, lhs, found[0])[0]
 
     def _forward_of(self, call: OpCall, read: str) -> tuple[Link, CallSite, bool] | None:
         if self.links is None or call.phase != "backward":

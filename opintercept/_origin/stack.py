@@ -23,11 +23,22 @@ OUTER_CALL = torch.nn.Module._wrapped_call_impl.__code__
 _INNER_CALL = torch.nn.Module._call_impl.__code__
 # The code that calls a custom Function's forward; None if that is in C, as in torch 2.15.
 _APPLY: CodeType | None = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
-_RUN, _LATE = pipeline.run.__code__, pipeline.Pipeline.beside_kernel.__code__
+# The functions by which hooks are run, and those that kernels in C++ ask where a call comes from.
+_ENTRIES: tuple[CodeType, ...] = tuple(
+    function.__code__
+    for function in (
+        pipeline.run,
+        pipeline.Pipeline.beside_kernel,
+        pipeline.Pipeline.lasting_call_site,
+        pipeline.Pipeline.forward_of,
+        pipeline.Pipeline.link_in_function,
+    )
+)
+_ENTERS = frozenset(map(id, _ENTRIES))
 # The code that runs autograd's engine. Without it, as in a torch before 2.11, the walk goes on to the end of the stack.
 ENGINE: CodeType | None = getattr(getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None)
 _CHECKPOINT = torch.utils.checkpoint.__file__
-WALKED_CODE = (OUTER_CALL, _INNER_CALL, _RUN, _LATE, ENGINE, _CHECKPOINT)
+WALKED_CODE = (OUTER_CALL, _INNER_CALL, _ENTRIES, ENGINE, _CHECKPOINT)
 _HERE = os.path.dirname(os.path.dirname(__file__))
 NOT_SOURCE = (os.path.dirname(torch.__file__) + os.sep, _HERE + os.sep)
 
@@ -101,9 +112,9 @@ def walk() -> Walked:
 
 
 def pipeline_frame() -> FrameType | None:
-    """Return the frame of `run` or `late`. Frames above it belong to hooks, which may be methods of modules."""
+    """Return the frame by which hooks are run. Frames above it belong to them, and they may be methods of modules."""
     top: FrameType | None = sys._getframe(1)
-    while top is not None and top.f_code is not _RUN and top.f_code is not _LATE:
+    while top is not None and id(top.f_code) not in _ENTERS:
         top = top.f_back
     return top
 

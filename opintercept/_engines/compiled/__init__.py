@@ -19,7 +19,7 @@ from opintercept._core import record
 from opintercept._core.call_site import NOWHERE
 from opintercept._core.in_kernel import ROLES
 from opintercept._core.noted import Ring, on_forget
-from opintercept._engines import foreign, kernels, scope
+from opintercept._engines import foreign, inductor, kernels, scope
 from opintercept._engines.dynamo import keep_out
 from opintercept._engines.overloads import Overloads
 from opintercept._native import build, library, values
@@ -29,6 +29,12 @@ from opintercept._ops.scratch import OVERWRITES, UPDATED, UPDATES, torchs_name
 from opintercept._ops.table import exact
 from opintercept._ops.table import overloads as overloads_of
 from opintercept._origin import links, stack
+
+# Methods of `Pipeline`.
+_CALLED = (
+    *("beside_kernel", "deliver", "flush", "forward_of", "lasting_call_site"),
+    *("link", "link_in_function", "number_of"),
+)
 
 
 class Extension:
@@ -54,8 +60,12 @@ class Extension:
         )
         scope.state.told = extension.watch
         scope.state.tell()
-        for name in ("beside_kernel", "deliver", "flush", "forward_of", "lasting_call_site", "link", "number_of"):
+        for name in _CALLED:
             setattr(_pipeline.Pipeline, name, keep_out(getattr(_pipeline.Pipeline, name)))
+        extension.set_up_launches(
+            scope.state, scope.Scope, scope.Scope.watch, inductor.LEVEL, torch.Tensor, torch.nn.Parameter
+        )
+        inductor.launcher = extension.Launcher
         extension.set_up_notes(scope.state, scope.Scope, scope.Watch, keep_out(_rings_of), NOWHERE, keep_out)
         on_forget(extension.forget_notes)
         self.ring: Callable[[], Ring] = extension.Ring

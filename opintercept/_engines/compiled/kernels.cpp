@@ -39,6 +39,8 @@ bool opintercept_add_ring(PyObject* module);
 bool opintercept_add_records(PyObject* module);
 bool opintercept_add_readings(PyObject* module);
 bool opintercept_add_checker(PyObject* module);
+bool opintercept_add_launches(PyObject* module);
+PyObject* opintercept_set_up_launches(PyObject*, PyObject*);
 
 thread_local PyObject* opintercept::hidden_here = nullptr;
 thread_local bool opintercept::inside_noted = false;
@@ -53,7 +55,11 @@ void opintercept::raise() {
   throw error;
 }
 
-static void set_error(const std::exception_ptr& thrown) {
+void opintercept::raise_again() {
+  throw pybind11::error_already_set();
+}
+
+void opintercept::set_error(const std::exception_ptr& thrown) {
   torch::translate_exception_to_python(thrown);
 }
 
@@ -392,7 +398,8 @@ struct Kernel final : c10::OperatorKernel {
       return false;
     }
     bool idle = !saved;
-    if (!idle && ran_noted(overload, op, below, stack, saved)) {
+    auto run_below = [&](Stack* on) { op.redispatchBoxed(below, on); };
+    if (!idle && ran_noted(overload, run_below, op.schema().returns().size(), stack, saved)) {
       return true;
     }
     pybind11::gil_scoped_acquire gil;
@@ -443,7 +450,8 @@ struct Kernel final : c10::OperatorKernel {
     }
     if (remember(overload, scope, watch.get())) {
       pybind11::gil_scoped_release nogil;
-      if (ran_noted(overload, op, below, stack, saved)) {
+      auto run_below = [&](Stack* on) { op.redispatchBoxed(below, on); };
+      if (ran_noted(overload, run_below, op.schema().returns().size(), stack, saved)) {
         return true;
       }
     }
@@ -681,6 +689,7 @@ PyMethodDef methods[] = {
      nullptr},
     {"set_up_notes", opintercept_set_up_notes, METH_VARARGS, nullptr},
     {"forget_notes", opintercept_forget_notes, METH_NOARGS, nullptr},
+    {"set_up_launches", opintercept_set_up_launches, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -705,7 +714,7 @@ PyMODINIT_FUNC INIT(TORCH_EXTENSION_NAME)() {
     return nullptr;
   }
   if (!opintercept_add_ring(made) || !opintercept_add_records(made) || !opintercept_add_readings(made) ||
-      !opintercept_add_checker(made)) {
+      !opintercept_add_checker(made) || !opintercept_add_launches(made)) {
     Py_DECREF(made);
     return nullptr;
   }

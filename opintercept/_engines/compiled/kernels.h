@@ -7,6 +7,7 @@
 #include <ATen/ThreadLocalPythonObjects.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/SafePyObject.h>
+#include <c10/util/FunctionRef.h>
 
 #include <atomic>
 #include <memory>
@@ -45,6 +46,7 @@ struct Overload {
   size_t number; // counts the overloads, see `prepared`
   bool constructs; // whether torch makes objects of subclasses from its output, see `kernels.CONSTRUCTORS`
   size_t count = 0, positional = 0; // arguments
+  bool generated = false; // whether it is no operator but the launch of a generated kernel, see `launches.cpp`
   c10::KernelFunction kernel; // one for ever: a library may be unloaded while a thread runs its operator
   mutable const Described* described = nullptr;
 
@@ -81,10 +83,10 @@ PyObject* positional_of(const Overload& overload, const c10::IValue* values); //
 PyObject* keywords_of(const Overload& overload, const c10::IValue* values); // a dict
 PyObject* outputs_to_python(const Overload& overload, const Stack& stack, size_t count);
 
-// Runs a call and notes it for hooks that need no more. False, with nothing changed, if the hooks have to see it.
+// Runs a call and notes it for hooks that need no more. False, with nothing changed, if the hooks have to see it. `run`
+// puts so many outputs in the place of the arguments.
 bool ran_noted(
-    const Overload& overload, const c10::OperatorHandle& op, c10::DispatchKeySet below, Stack* stack,
-    const ScopePtr& scope);
+    const Overload& overload, c10::function_ref<void(Stack*)> run, size_t returns, Stack* stack, const ScopePtr& scope);
 
 // Lets `ran_noted` know what sees the calls of an operator in a scope, from its `Watch`. Returns whether that is new.
 bool remember(const Overload& overload, PyObject* scope, PyObject* watch);

@@ -18,6 +18,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <unordered_map>
 
 namespace {
 
@@ -26,7 +27,7 @@ using namespace opintercept;
 // See `set_up_notes`.
 PyObject *state, *rings_of_watch;
 PyObject *number_of_name, *lasting_call_site_name, *link_name, *forward_of_name, *beside_kernel_name, *deliver_name,
-    *flush_name;
+    *flush_name, *link_in_function_name;
 Slot state_everywhere, scope_everywhere, scope_carried, scope_notes, watch_row, watch_hidden;
 
 struct Entry {
@@ -50,21 +51,29 @@ struct Notes {
   PyObject_HEAD
   size_t size;
   std::atomic<const Entry*>* entries;
+  std::unordered_map<size_t, const Entry*>* launched; // of generated kernels, with the interpreter's lock
 };
 const Entry NEVER;
+
+void free_entry(const Entry* entry) {
+  if (entry != nullptr && entry != &NEVER) {
+    for (PyObject* each : entry->owned) {
+      Py_DECREF(each);
+    }
+    delete entry;
+  }
+}
 
 void free_notes(PyObject* self) {
   auto* notes = reinterpret_cast<Notes*>(self);
   for (size_t i = 0; i < notes->size; i++) {
-    const Entry* entry = notes->entries[i];
-    if (entry != nullptr && entry != &NEVER) {
-      for (PyObject* each : entry->owned) {
-        Py_DECREF(each);
-      }
-      delete entry;
-    }
+    free_entry(notes->entries[i]);
+  }
+  for (auto [number, entry] : *notes->launched) {
+    free_entry(entry);
   }
   delete[] notes->entries;
+  delete notes->launched;
   Py_TYPE(self)->tp_free(self);
 }
 
@@ -76,6 +85,10 @@ const Entry* entry_of(const Overload& overload, PyObject* scope) {
     return nullptr;
   }
   auto* known = reinterpret_cast<Notes*>(notes);
+  if (overload.generated) {
+    auto found = known->launched->find(overload.number);
+    return found == known->launched->end() ? nullptr : found->second;
+  }
   return overload.number < known->size ? known->entries[overload.number].load(std::memory_order_acquire) : nullptr;
 }
 
@@ -108,6 +121,7 @@ struct Part {
   std::unique_ptr<Checked> checked; // what the output should be; null if the call is not checked
   std::unique_ptr<PyObject, EndsCall> begun; // the call, if its hooks have seen it before it ran
   bool described = false; // whether the key says all that a look depends on
+  bool generated = false; // whether a wrapper of Inductor makes the call
   std::array<Values, ROLES> values;
   device::Launch launch; // reads those that are on a device
 
@@ -277,6 +291,7 @@ struct NotedCall {
     if (!walk_here(walked)) {
       return false;
     }
+    part.generated = walked.generated;
     part.row.place = part.ring->place_of(*part.known, walked);
     if (part.row.place == UNKNOWN) {
       Locked locked;
@@ -341,15 +356,16 @@ struct NotedCall {
     return value.isTensor() && value.toTensor().defined() && value.toTensor().requires_grad();
   }
 
-  // Notes a forward call that autograd records, for its backward calls.
-  void note(Part& part) {
+  // Notes a forward call that autograd records, or a custom Function that makes it, for its backward calls.
+  void note(Part& part, bool in_function) {
     std::vector<long> wanted;
     for (size_t i = 0; i < overload.positional; i++) {
       if (needs_gradient(values[i])) {
         wanted.push_back(static_cast<long>(i));
       }
     }
-    if (wanted.empty() && !entry.in_table && !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Conjugate)) {
+    if (!in_function && wanted.empty() && !entry.in_table &&
+        !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Conjugate)) {
       return; // autograd has no node for it, nor for a wrapper that it is inside of
     }
     Locked locked;
@@ -361,7 +377,7 @@ struct NotedCall {
     THPObjectPtr index(check(PyLong_FromLongLong(part.row.index)));
     THPObjectPtr noted(check(PyObject_CallMethodObjArgs(
         pipeline_of(part.ring),
-        link_name,
+        in_function ? link_in_function_name : link_name,
         entry.row,
         index.get(),
         used.get(),
@@ -734,7 +750,7 @@ void tell(NotedCall& call, Part& part, std::string& key, size_t described, const
 } // namespace
 
 bool opintercept::ran_noted(
-    const Overload& overload, const c10::OperatorHandle& op, c10::DispatchKeySet below, Stack* stack,
+    const Overload& overload, c10::function_ref<void(Stack*)> run, size_t returns, Stack* stack,
     const ScopePtr& saved) {
   PyObject* scope = object_of(saved);
   const Entry* entry = entry_of(overload, scope);
@@ -766,10 +782,8 @@ bool opintercept::ran_noted(
     call.parts.push_back(
         Part{ring, std::move(known), noted, noted || plan.writes != nullptr, {}, nullptr, nullptr, false, {}, {}});
   }
-  if (links && !recording && !call.backward && !c10::AutogradState::get_tls_state().get_fw_grad_mode() &&
-      !c10::InferenceMode::is_enabled()) {
-    return false; // the forward of a custom Function
-  }
+  const bool in_function = links && !recording && !call.backward &&
+      !c10::AutogradState::get_tls_state().get_fw_grad_mode() && !c10::InferenceMode::is_enabled();
   bool describes = false, fractions = entry->in_table;
   for (const Part& part : call.parts) {
     describes = describes || part.rows;
@@ -806,6 +820,9 @@ bool opintercept::ran_noted(
     if (call.backward ? part.plan().links && !call.find_forward(part) : part.plan().place && !call.find_place(part)) {
       return false;
     }
+    if (in_function && part.plan().links && !part.generated) {
+      return false; // a custom Function of the program, which may contain another one
+    }
     const NotedCall::Operands operands = call.operands(part);
     for (size_t role = 0; role < ROLES; role++) {
       if (part.plan().reads[role] && operands[role] != nullptr && !call.reads(part, role, *operands[role])) {
@@ -841,8 +858,8 @@ bool opintercept::ran_noted(
     part.row.step = part.ring->step.load(std::memory_order_relaxed);
     part.row.started = began;
     part.row.thread = thread;
-    if (recording && part.plan().links) {
-      call.note(part);
+    if ((recording || in_function) && part.plan().links) {
+      call.note(part, in_function);
     }
     if (call.writes() && part.rows && !part.ring->knows(part.known, key.text)) {
       Locked locked;
@@ -853,7 +870,7 @@ bool opintercept::ran_noted(
   auto started = std::chrono::steady_clock::now();
   try {
     inside_noted = true;
-    op.redispatchBoxed(below, stack);
+    run(stack);
     inside_noted = false;
   } catch (...) {
     inside_noted = false;
@@ -870,7 +887,7 @@ bool opintercept::ran_noted(
   call.elapsed = seconds_since(started);
   call.values = call.given.data();
   for (Part& part : call.parts) {
-    tell(call, part, key.text, described, *stack, op.schema().returns().size());
+    tell(call, part, key.text, described, *stack, returns);
   }
   return true;
 }
@@ -882,11 +899,12 @@ bool opintercept::remember(const Overload& overload, PyObject* scope, PyObject* 
     auto* fresh = reinterpret_cast<Notes*>(made);
     fresh->size = prepared;
     fresh->entries = new std::atomic<const Entry*>[prepared]();
+    fresh->launched = new std::unordered_map<size_t, const Entry*>;
     THPObjectPtr before(notes);
     __atomic_store_n(&notes, made, __ATOMIC_RELEASE);
   }
   auto* known = reinterpret_cast<Notes*>(notes);
-  if (overload.number >= known->size || known->entries[overload.number].load(std::memory_order_relaxed) != nullptr) {
+  if (entry_of(overload, scope) != nullptr || (!overload.generated && overload.number >= known->size)) {
     return false;
   }
   THPObjectPtr found(
@@ -940,7 +958,11 @@ bool opintercept::remember(const Overload& overload, PyObject* scope, PyObject* 
     made->owned = {Py_NewRef(rings), Py_NewRef(made->row)};
     entry = made.release();
   }
-  known->entries[overload.number].store(entry, std::memory_order_release);
+  if (overload.generated) {
+    known->launched->emplace(overload.number, entry);
+  } else {
+    known->entries[overload.number].store(entry, std::memory_order_release);
+  }
   return entry != &NEVER;
 }
 
@@ -967,6 +989,7 @@ PyObject* opintercept_set_up_notes(PyObject*, PyObject* args) {
   beside_kernel_name = PyUnicode_InternFromString("beside_kernel");
   deliver_name = PyUnicode_InternFromString("deliver");
   flush_name = PyUnicode_InternFromString("flush");
+  link_in_function_name = PyUnicode_InternFromString("link_in_function");
   NotesType.tp_basicsize = sizeof(Notes);
   NotesType.tp_flags = Py_TPFLAGS_DEFAULT;
   NotesType.tp_dealloc = free_notes;

@@ -16,12 +16,13 @@ std::atomic<uint64_t> Ring::forgotten{0};
 PyObject* Ring::nowhere = nullptr;
 
 bool operator==(const Walked& a, const Walked& b) {
-  return a.module == b.module && a.root == b.root && a.code == b.code && a.instruction == b.instruction;
+  return a.module == b.module && a.root == b.root && a.code == b.code && a.instruction == b.instruction &&
+      a.function == b.function && a.caller == b.caller && a.caller_instruction == b.caller_instruction;
 }
 
 size_t Generation::ByWalk::operator()(const Walked& walked) const {
   size_t mixed = static_cast<size_t>(walked.instruction);
-  for (PyObject* each : {walked.module, walked.root, walked.code}) {
+  for (PyObject* each : {walked.module, walked.root, walked.code, walked.function, walked.caller}) {
     mixed = (mixed ^ reinterpret_cast<size_t>(each) >> 4) * 0x9e3779b97f4a7c15u;
   }
   return mixed;
@@ -52,7 +53,7 @@ Generation::Generation(std::shared_ptr<const Plan> of)
     : plan(std::move(of)), forgotten(Ring::forgotten.load(std::memory_order_acquire)) {}
 
 Generation::~Generation() {
-  for (auto* owner : {&places, &looks, &modules}) {
+  for (auto* owner : {&places, &looks, &walked}) {
     give_up(std::move(*owner));
   }
 }
@@ -135,27 +136,37 @@ void Ring::remember_look(GenerationPtr& known, const std::string& key, PyObject*
 
 namespace {
 
-PyObject* died; // a builtin function, see `module_died`
+PyObject* died; // a builtin function, see `walked_died`
 
-// A module that a ring knows by its address is gone, and another object may get the address.
-PyObject* module_died(PyObject*, PyObject*) {
+// What a ring knows by its address is gone, and another object may get the address.
+PyObject* walked_died(PyObject*, PyObject*) {
   Ring::forgotten.fetch_add(1, std::memory_order_release);
   Py_RETURN_NONE;
 }
 
-PyMethodDef module_died_method = {"module_died", module_died, METH_O, nullptr};
+PyMethodDef walked_died_method = {"walked_died", walked_died, METH_O, nullptr};
 
 } // namespace
 
 uint32_t Ring::remember_place(GenerationPtr& known, const Walked& walked, PyObject* place, uint32_t numbered) {
-  THPObjectPtr module(walked.module == nullptr ? nullptr : check(PyWeakref_NewRef(walked.module, died)));
-  THPObjectPtr root(walked.root == nullptr ? nullptr : check(PyWeakref_NewRef(walked.root, died)));
+  std::vector<THPObjectPtr> references;
+  for (PyObject* each :
+       {walked.module,
+        walked.root,
+        walked.function,
+        walked.generated ? walked.code : nullptr,
+        walked.caller}) { // other places keep their code
+    if (each != nullptr) {
+      references.emplace_back(check(PyWeakref_NewRef(each, died)));
+    }
+  }
   uint32_t number = remember_place(known, place, numbered);
   if (number != UNKNOWN) {
     std::lock_guard lock(mutex);
     known->by_walk.try_emplace(walked, number);
-    known->modules.push_back(Py_XNewRef(module.get()));
-    known->modules.push_back(Py_XNewRef(root.get()));
+    for (THPObjectPtr& each : references) {
+      known->walked.push_back(each.release());
+    }
   }
   return number;
 }
@@ -617,7 +628,7 @@ bool opintercept_add_ring(PyObject* module) {
   }
   forward_name = PyUnicode_InternFromString("forward");
   backward_name = PyUnicode_InternFromString("backward");
-  died = PyCFunction_New(&module_died_method, nullptr);
+  died = PyCFunction_New(&walked_died_method, nullptr);
   return died != nullptr && Wrapped<Ring>::add(module, "Ring", ring_methods) &&
       Wrapped<Chunk>::add(module, "Chunk", chunk_methods);
 }

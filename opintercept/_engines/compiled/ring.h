@@ -65,7 +65,7 @@ struct Generation {
   std::unordered_map<Walked, uint32_t, ByWalk> by_walk;
   std::unordered_map<PyObject*, uint32_t> by_place;
   std::unordered_map<std::string, uint32_t> by_look;
-  std::vector<PyObject*> places, looks, modules; // owned; weak references to modules
+  std::vector<PyObject*> places, looks, walked; // owned; weak references to what `by_walk` knows by its address
   std::vector<uint32_t> place_numbers, look_numbers; // by which records name them
   size_t key_bytes = 0; // of looks; those of a list of tensors are long
 

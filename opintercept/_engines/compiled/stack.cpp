@@ -29,16 +29,18 @@ PyObject* opintercept_script(PyObject*, PyObject*) {
 #include <internal/pycore_frame.h>
 #endif
 
+#include <cstring>
 #include <initializer_list>
 
 namespace {
 
 using Frame = _PyInterpreterFrame;
 
-PyObject *outer_call, *inner_call, *run, *late, *engine; // code objects, the last one or None
+PyObject *outer_call, *inner_call, *engine; // code objects, the last one or None
+PyObject* entries; // a tuple of those by which hooks are run
 PyObject* checkpoint; // a path
 PyObject *module_type, *not_source; // torch.nn.Module, and a tuple of the paths that hold no code of the user
-PyObject *forward_name, *wrapper_name, *inner_name; // interned
+PyObject *forward_name, *wrapper_name, *inner_name, *fn_name, *function_name; // interned
 
 Frame* seen(Frame* frame) { // the next frame that Python would show, neither C's nor incomplete
   while (frame != nullptr && _PyFrame_IsIncomplete(frame)) {
@@ -170,13 +172,94 @@ int instruction_of(Frame* frame) {
   return static_cast<int>(_PyInterpreterFrame_LASTI(frame) * sizeof(_Py_CODEUNIT));
 }
 
+// Whether code is that of a wrapper of Inductor, which has its hash as a name: `_origin.compiled_graphs.is_wrapper`.
+bool is_wrapper(PyObject* code) {
+  PyObject* file = reinterpret_cast<PyCodeObject*>(code)->co_filename;
+  constexpr Py_ssize_t SHORTEST = 40, TAIL = 3; // of a hash, and of ".py"
+  Py_ssize_t size = PyUnicode_GET_LENGTH(file);
+  if (!PyUnicode_IS_COMPACT_ASCII(file) || size < SHORTEST + TAIL + 2) {
+    return false;
+  }
+  const char* text = static_cast<const char*>(PyUnicode_DATA(file));
+  if (std::memcmp(text + size - TAIL, ".py", TAIL) != 0) {
+    return false;
+  }
+  Py_ssize_t at = size - TAIL;
+  while (at > 0 && ((text[at - 1] >= 'a' && text[at - 1] <= 'z') || (text[at - 1] >= '2' && text[at - 1] <= '7'))) {
+    at--;
+  }
+  return at > 0 && (text[at - 1] == '/' || text[at - 1] == '\\') && text[at] == 'c' && size - TAIL - at > SHORTEST;
+}
+
+// The value of a free variable of a frame; null if it has none of this name.
+PyObject* free_in(Frame* frame, PyObject* name) {
+  auto* code = reinterpret_cast<PyCodeObject*>(code_of(frame));
+  for (int i = code->co_nlocalsplus - code->co_nfreevars; i < code->co_nlocalsplus; i++) {
+    if (PyTuple_GET_ITEM(code->co_localsplusnames, i) == name) {
+#if PY_VERSION_HEX >= 0x030E0000
+      _PyStackRef ref = frame->localsplus[i];
+      PyObject* cell = PyStackRef_IsNull(ref) ? nullptr : PyStackRef_AsPyObjectBorrow(ref);
+#else
+      PyObject* cell = frame->localsplus[i];
+#endif
+      return cell != nullptr && PyCell_Check(cell) ? PyCell_GET(cell) : nullptr;
+    }
+  }
+  return nullptr;
+}
+
+bool is_graph(PyObject* module) { // `_origin.origin._is_graph`
+  PyObject* order = Py_TYPE(module)->tp_mro;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(order); i++) {
+    if (std::strcmp(reinterpret_cast<PyTypeObject*>(PyTuple_GET_ITEM(order, i))->tp_name, "GraphModule") == 0) {
+      return true;
+    }
+  }
+  return false;
+}
+
+// What is around a wrapper, as `_origin.origin._Stack._in_graph` finds it.
+void walk_around(Frame* wrapper, opintercept::Walked& walked, bool& sure) {
+  walked.generated = true;
+  walked.module = walked.root = nullptr;
+  bool told = false;
+  for (Frame* frame = back(wrapper); frame != nullptr; frame = back(frame)) {
+    PyObject* code = code_of(frame);
+    PyObject* module = code == outer_call ? module_in(frame, sure) : nullptr;
+    if (module != nullptr && !is_graph(module)) {
+      walked.root = module;
+      walked.module = walked.module == nullptr ? module : walked.module;
+    }
+    if (walked.function == nullptr && is_named(code, fn_name)) {
+      walked.function = free_in(frame, function_name);
+      sure = sure && (walked.function == nullptr || PyType_SUPPORTS_WEAKREFS(Py_TYPE(walked.function)));
+    }
+    if (!told && is_users(code)) {
+      told = true;
+      if (walked.module != nullptr) {
+        walked.caller = code;
+        walked.caller_instruction = instruction_of(frame);
+      }
+    }
+  }
+}
+
+bool enters_hooks(PyObject* code) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(entries); i++) {
+    if (PyTuple_GET_ITEM(entries, i) == code) {
+      return true;
+    }
+  }
+  return false;
+}
+
 } // namespace
 
 // walk() -> (innermost module, outermost module, the user's code object, its instruction), with None and -1 for what
 // does not exist
 PyObject* opintercept_walk(PyObject*, PyObject*) {
   Frame* frame = top(PyThreadState_Get());
-  while (frame != nullptr && code_of(frame) != run && code_of(frame) != late) {
+  while (frame != nullptr && !enters_hooks(code_of(frame))) {
     frame = back(frame);
   }
   Found found = find(frame, [](Frame* of) {
@@ -206,7 +289,20 @@ bool opintercept::walk_here(Walked& walked) {
   walked.root = found.outer == nullptr ? nullptr : module_in(found.outer, sure);
   walked.code = found.users == nullptr ? nullptr : code_of(found.users);
   walked.instruction = found.users == nullptr ? -1 : instruction_of(found.users);
+  if (walked.code != nullptr && is_wrapper(walked.code)) {
+    walk_around(found.users, walked, sure);
+  }
   return sure;
+}
+
+bool opintercept::find_here(Here& here) {
+  PyThreadState* thread = PyGILState_GetThisThreadState();
+  Frame* frame = thread == nullptr ? nullptr : top(thread);
+  if (frame == nullptr) {
+    return false;
+  }
+  here = {frame->f_globals, code_of(frame), instruction_of(frame)};
+  return true;
 }
 
 bool opintercept::is_recompute() {
@@ -221,16 +317,16 @@ bool opintercept::is_recompute() {
   return false;
 }
 
-// set_up_walk(code of Module._wrapped_call_impl, of _call_impl, of run, of Pipeline.late, of autograd's engine, path of
+// set_up_walk(code of Module._wrapped_call_impl, of _call_impl, of what runs hooks, of autograd's engine, path of
 // checkpoints, Module, paths) -> whether walk() works here
 PyObject* opintercept_set_up_walk(PyObject*, PyObject* args) {
   if (!PyArg_ParseTuple(
           args,
-          "OOOOOUOO!",
+          "OOO!OUOO!",
           &outer_call,
           &inner_call,
-          &run,
-          &late,
+          &PyTuple_Type,
+          &entries,
           &engine,
           &checkpoint,
           &module_type,
@@ -238,12 +334,14 @@ PyObject* opintercept_set_up_walk(PyObject*, PyObject* args) {
           &not_source)) {
     return nullptr;
   }
-  for (PyObject* each : {outer_call, inner_call, run, late, engine, checkpoint, module_type, not_source}) {
+  for (PyObject* each : {outer_call, inner_call, entries, engine, checkpoint, module_type, not_source}) {
     Py_INCREF(each);
   }
   forward_name = PyUnicode_InternFromString("forward");
   wrapper_name = PyUnicode_InternFromString("wrapper");
   inner_name = PyUnicode_InternFromString("inner");
+  fn_name = PyUnicode_InternFromString("_fn");
+  function_name = PyUnicode_InternFromString("fn");
   Py_RETURN_TRUE;
 }
 
@@ -258,6 +356,10 @@ PyObject* opintercept_set_up_walk(PyObject*, PyObject*) {
 }
 
 bool opintercept::walk_here(Walked&) {
+  return false;
+}
+
+bool opintercept::find_here(Here&) {
   return false;
 }
 

@@ -10,7 +10,20 @@ namespace opintercept {
 struct Walked {
   PyObject *module = nullptr, *root = nullptr, *code = nullptr;
   int instruction = -1;
+
+  // Of a call in a wrapper of Inductor, what else decides where it comes from: the function of AOTAutograd that runs the
+  // wrapper, and the program's code that calls it, see `_origin.origin`. Then the modules are those around the graph.
+  bool generated = false;
+  PyObject *function = nullptr, *caller = nullptr;
+  int caller_instruction = -1;
 };
+
+// Where the innermost frame of Python is: its globals, its code and the instruction. False if that cannot be told.
+struct Here {
+  PyObject *globals, *code;
+  int instruction;
+};
+bool find_here(Here& here);
 
 // Walks the stack of this thread, whether or not it holds the lock. False if only a walk with the lock can tell.
 bool walk_here(Walked& walked);

@@ -13,7 +13,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -74,7 +74,15 @@ class _WrapperModule:
         return Replaced(name, self._globals, name, kernel, replacement)
 
     def seen(self, name: str, launch: Callable[..., Any]) -> Callable[..., Any]:
-        """What runs a kernel with the hooks of the blocks that watch it."""
+        """What runs a kernel with the hooks of the blocks that watch it, or notes it for them."""
+        in_python = self._seen_in_python(name, launch)
+        return in_python if launcher is None else launcher(in_python, launch, self._globals, self._launch_at)
+
+    def _launch_at(self, code: CodeType, instruction: int) -> GeneratedKernel | None:
+        lines = (line for start, end, line in code.co_lines() if start <= instruction < end and line is not None)
+        return self.launches().get(next(lines, 0))
+
+    def _seen_in_python(self, name: str, launch: Callable[..., Any]) -> Callable[..., Any]:
         namespace, current, frame_of = self._globals, _scope.current, sys._getframe
         launches = self.launches
 
@@ -134,8 +142,12 @@ def _is_kernel(name: str, value: Any) -> bool:
     return _NAMES.match(name) is not None and (callable(value) or hasattr(value, "run"))
 
 
+launcher: Callable[..., Callable[..., Any]] | None = None
+"""Makes what notes launches, see `_engines/compiled/launches.cpp`; None until compiled kernels are loaded."""
+
 _wrappers: weakref.WeakKeyDictionary[ModuleType, _WrapperModule] = weakref.WeakKeyDictionary()
 _seen: tuple[int, list[weakref.ref[ModuleType]]] = (0, [])  # how many modules there were, and those in Inductor's cache
+_made_with: Any = None  # the `launcher` with which those of `_wrappers` were made
 _users: dict[object, Watcher] = {}
 
 
@@ -146,7 +158,10 @@ def _cache() -> Any:
 
 def _look() -> None:
     """Take in the wrappers that have been loaded since the last look."""
-    global _seen
+    global _seen, _made_with
+    if _made_with is not launcher and not PATCHES.in_place:
+        _wrappers.clear()
+        _seen, _made_with = (0, []), launcher
     cached = [module for module in getattr(_cache(), "modules", ()) if isinstance(module, ModuleType)]
     count, known = _seen
     if count == len(sys.modules) and cached == [reference() for reference in known]:
