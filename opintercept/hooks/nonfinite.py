@@ -198,18 +198,22 @@ class Finding(CallFinding):
         )
 
 
+Span = torch.Tensor | ValueRange
+"""The range of a tensor: a tensor of two values, on a device that may not have computed them yet, or what was read."""
+
+
 class _Before(NamedTuple):
     """What `pre` has read from a call that writes to its caller's tensors."""
 
     written: list[torch.Tensor]
-    ranges: dict[str, torch.Tensor | None]  # of the operands that the call overwrites
+    ranges: dict[str, Span | None]  # of the operands that the call overwrites
     copies: dict[str, torch.Tensor] | None  # of the same operands, for `save`; None if memory was short
 
 
 class _InputRanges(NamedTuple):
     """The ranges of a call's inputs, by name; tensors stay on their device."""
 
-    ranges: dict[str, torch.Tensor]
+    ranges: dict[str, Span]
     numbers: dict[str, ValueRange]
     unread: tuple[str, ...]
     memory: dict[str, list[MemoryPlace]]
@@ -364,8 +368,8 @@ class NonFinite(Copyable, Shown):
             values = isinstance(first, torch.Tensor) and first.is_floating_point() and first.numel()
             self.skipped += bool(values and first.device.type not in ("cpu", "meta"))
             return
-        graph = graph_of(span)
-        if graph is not None or (self._check_every > 1 and span.device.type not in ON_HOST):
+        graph = graph_of(span) if isinstance(span, torch.Tensor) else None
+        if graph is not None or (self._check_every > 1 and _device_of(span).type not in ON_HOST):
             self._defer(call, span, before, graph)
             return
         extent = _read(span)
@@ -476,17 +480,18 @@ class NonFinite(Copyable, Shown):
         elif callable(self._action):
             self._action(finding)
 
-    def _defer(self, call: OpCall, output: torch.Tensor, before: _Before | None, graph: GraphResults | None) -> None:
+    def _defer(self, call: OpCall, output: Span, before: _Before | None, graph: GraphResults | None) -> None:
         if self._allows(call) or _is_view(call, before) or _is_unwritten(call):
             return
         found = _operands(call, before)
-        device = output.device
+        device = _device_of(output)
         ranges = found.ranges
         if graph is not None:  # a scalar of the host is the same in each replay
-            ranges = {name: span for name, span in ranges.items() if span.device == device}
-            known = {name: ValueRange(*span.tolist()) for name, span in found.ranges.items() if name not in ranges}
+            ranges = {name: span for name, span in ranges.items() if _device_of(span) == device}
+            others = {name: span for name, span in found.ranges.items() if name not in ranges}
+            known = {name: read for name, span in others.items() if (read := _read(span)) is not None}
             found = found._replace(numbers=found.numbers | known)
-        spans = self._lots.put([span.to(device) for span in (output, *ranges.values())])
+        spans = self._lots.put([_on(device, span) for span in (output, *ranges.values())])
         rest = tuple(ranges), found._replace(ranges={}), places(_outputs(call, before), written=before is not None)
         if graph is not None:
             keep(call, self, lambda lot: (spans.of(lot), *rest))
@@ -556,13 +561,12 @@ def _where(record: CallRecord) -> str:
 def _before(call: OpCall, *, copies: bool) -> _Before | None:
     """Read the tensors that the call is about to write to; None if there are none."""
     written = list(_tensors(call.written))
-    ranges: dict[str, torch.Tensor | None] = {}
+    ranges: dict[str, Span | None] = {}
     kept: dict[str, torch.Tensor] | None = {}
     known: Overwritten = call.once(OVERWRITTEN, lambda _: [])
 
-    def read(tensor: torch.Tensor) -> torch.Tensor | None:
-        ends = next((ends for of, *ends in known if of is tensor), None)
-        return _range(tensor) if ends is None else torch.tensor(ends, dtype=torch.float64, device="cpu")
+    def read(tensor: torch.Tensor) -> Span | None:
+        return next((ValueRange(*ends) for of, *ends in known if of is tensor), None) or _range(tensor)
 
     op = torchs_name(call.op)
     if op in UPDATES:
@@ -584,13 +588,14 @@ def _before(call: OpCall, *, copies: bool) -> _Before | None:
 
 def _operands(call: OpCall, before: _Before | None) -> _InputRanges:
     """Compute the ranges of all inputs of the call."""
-    ranges: dict[str, torch.Tensor] = {}
+    ranges: dict[str, Span] = {}
     numbers: dict[str, ValueRange] = {}
     unread: list[str] = []
     earlier = {} if before is None else before.ranges
     options = call.options
     overwrites = torchs_name(call.op) in OVERWRITES
-    for name, tensor in call.tensors.items():
+    tensors = call.tensors
+    for name, tensor in tensors.items():
         if name == "bias" and options.get("beta") == 0:
             continue  # the operator does not read it
         if before is not None and overwrites and any(tensor is target for target in before.written):
@@ -610,7 +615,7 @@ def _operands(call: OpCall, before: _Before | None) -> _InputRanges:
                 ranges |= {part: span for part, span in spans.items() if span is not None}
         elif (extent := _worst(value)) is not None:
             numbers[name] = extent
-    memory = {name: places([call.tensors[name]]) for name in ranges if name in call.tensors}
+    memory = {name: places([tensors[name]]) for name in ranges if name in tensors}
     inner = call.phase == "backward" and running_node() in MASKS_LATER
     return _InputRanges(ranges, numbers, tuple(unread), memory, inner)
 
@@ -681,13 +686,13 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     return plain and share_memory(one, other)
 
 
-def _range(tensor: Any) -> torch.Tensor | None:
-    """Minimum and maximum, `[2]`, on the tensor's device; None if it is always finite or cannot be read."""
+def _range(tensor: Any) -> Span | None:
+    """Minimum and maximum, `[2]` where they are on a device; None if it is always finite or cannot be read."""
     if not isinstance(tensor, torch.Tensor):
         return None
     try:
         if (ends := native.extent(tensor)) is not None:
-            return torch.tensor(ends, dtype=torch.float64, device="cpu")
+            return ValueRange(*ends)
         if tensor.layout is not torch.strided and in_memory(tensor) and (parts := parts_of(tensor)):
             tensor = parts[-1]  # the dense form of a sparse tensor may not fit into memory
         if tensor.is_complex() and is_strided(tensor) and in_memory(tensor):  # the modulus of Inf + NaN i is Inf
@@ -711,18 +716,33 @@ def _are_finite(tensors: list[torch.Tensor]) -> bool:
     return bool(tensors)
 
 
-def _whole(tensors: list[torch.Tensor]) -> torch.Tensor | None:
+def _whole(tensors: list[torch.Tensor]) -> Span | None:
     """The common range of several tensors."""
     spans = [span for span in map(_range, tensors) if span is not None]
     if len(spans) < 2:
         return spans[0] if spans else None
-    device = spans[0].device
-    low, high = torch.stack([span.to(device) for span in spans]).unbind(1)
+    there = [span for span in spans if isinstance(span, torch.Tensor)]
+    known = [span for span in spans if isinstance(span, ValueRange)]
+    if not there:
+        return next((span for span in known if span.nan), None) or ValueRange(
+            min(span.min for span in known), max(span.max for span in known)
+        )
+    low, high = torch.stack([_on(_device_of(there[0]), span) for span in spans]).unbind(1)
     return torch.stack([low.amin(), high.amax()])
 
 
-def _read(span: torch.Tensor | None) -> ValueRange | None:
+def _device_of(span: Span) -> torch.device:
+    return span.device if isinstance(span, torch.Tensor) else torch.device("cpu")
+
+
+def _on(device: torch.device, span: Span) -> torch.Tensor:
+    return span.to(device) if isinstance(span, torch.Tensor) else torch.tensor(span, dtype=torch.float64, device=device)
+
+
+def _read(span: Span | None) -> ValueRange | None:
+    if span is None or isinstance(span, ValueRange):
+        return span
     try:
-        return None if span is None else ValueRange(*span.tolist())
+        return ValueRange(*span.tolist())
     except RuntimeError:  # under vmap there is no single value to read for a whole batch
         return None
