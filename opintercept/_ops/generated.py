@@ -37,10 +37,12 @@ class Argument(NamedTuple):
     Attributes:
         name: Its name in the generated source.
         part: Whether the kernel reads it, writes it, does both, or gets a number.
+        overwritten: Whether another argument, which the kernel writes to, has the same memory.
     """
 
     name: str
     part: Part
+    overwritten: bool = False
 
     @property
     def type(self) -> str:
@@ -83,7 +85,7 @@ class GeneratedKernel:
         ops: The operators that it stands for, by packet, `"aten::log"`.
         line: The line of the wrapper that launches it.
         multiplies: Whether it computes products of matrices itself.
-        updated: The arguments that it reads and writes.
+        updated: The arguments that it reads and whose memory it writes to.
         tags: As of an `OpOverload`.
         row: Its row of the operator table.
     """
@@ -104,7 +106,7 @@ class GeneratedKernel:
         self._overloadname = key
         self._name = f"inductor::{name}.{key}"
         self.ops = ops
-        self.updated = frozenset(argument.name for argument in arguments if argument.part == "in_out")
+        self.updated = frozenset(each.name for each in arguments if each.part == "in_out" or each.overwritten)
         self.line = line
         self.multiplies = multiplies
         self.tags: tuple[torch.Tag, ...] = ()

@@ -13,7 +13,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 from types import FrameType
 from typing import Any, Literal, NamedTuple
@@ -77,7 +77,7 @@ class WrapperSource:
         definitions = definitions_of(tree)
         for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
             of_products: set[str] = set()  # variables with what others have multiplied
-            for event, parts in _events(function, definitions):
+            for event, arguments in _events(function, definitions):
                 self.events.append(event)
                 ops = _in_comment(lines, event.line) or ops_in(event.name)
                 product = _is_product(event, ops, definitions, of_products)
@@ -88,8 +88,6 @@ class WrapperSource:
                 else:
                     of_products.difference_update(event.written)
                 if event.kind == "launch":
-                    known = zip(definitions[event.name].arguments, parts, strict=True)
-                    arguments = [each._replace(part=part) for each, part in known]
                     self.launches[event.line] = GeneratedKernel(event.name, key, event.line, arguments, ops, product)
 
 
@@ -165,24 +163,28 @@ def _written(name: str) -> Part:
 
 
 def _of_triton(source: str) -> tuple[Argument, ...] | None:
-    """The parameters of the last function with a Triton decorator, and what the metadata above it says of them."""
+    """The parameters of a kernel, and what the metadata above it says of them."""
     try:
         functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
     except SyntaxError:
         return None
-    if not functions:
+    heads = {each: "".join(map(ast.unparse, each.decorator_list)) for each in functions}
+    # Those that it calls may follow, and have no metadata.
+    kernel = next((each for each in functions if "triton_meta" in heads[each]), functions[-1] if functions else None)
+    if kernel is None:
         return None
-    heads = [ast.unparse(each) for each in functions[-1].decorator_list]
-    head = next((each for each in heads if "triton_meta" in each or "inductor_meta" in each), "")
+    head = heads[kernel]
     mutated = _listed(r"'mutated_arg_names': \[(.*?)\]", head)
     types = dict(re.findall(r"'(\w+)': '([^']*)'", next(iter(re.findall(r"'signature': \{(.*?)\}", head)), "")))
     arguments = []
-    for parameter in functions[-1].args.args:
+    for parameter in kernel.args.args:
         name = parameter.arg
         if types.get(name) == "constexpr" or "constexpr" in ast.unparse(parameter):
             continue  # wrappers do not pass it
         if name in types and not types[name].startswith("*") and not types[name].startswith("tensordesc"):
             arguments.append(Argument(name, "number"))
+        elif name.startswith("in_ptr") and "custom_kernel" not in head:
+            arguments.append(Argument(name, "in"))  # if it is mutated, then by way of another argument
         elif name in mutated or name.startswith("in_out_ptr"):
             arguments.append(Argument(name, "in_out"))
         else:
@@ -232,8 +234,8 @@ class _Buffers:
         elif other in self._reused:
             self._reused.add(name)
 
-    def pass_on(self, names: Sequence[str | None], arguments: Sequence[Argument]) -> list[Part]:
-        """Follow a launch with these variables, and return what its arguments are."""
+    def pass_on(self, names: Sequence[str | None], arguments: Sequence[Argument]) -> list[Argument]:
+        """Follow a launch with these variables, and return its arguments as they are there."""
         parts: list[Part] = []
         for name, argument in zip(names, arguments, strict=True):
             part = argument.part
@@ -242,8 +244,12 @@ class _Buffers:
             elif part == "out" and name not in self._reused:
                 part = "in_out"
             parts.append(part)
+        written = {name for name, part in zip(names, parts, strict=True) if part in ("out", "in_out")}
         self.fill(names)
-        return parts
+        return [
+            Argument(each.name, part, part == "in" and name in written)
+            for each, part, name in zip(arguments, parts, names, strict=True)
+        ]
 
     def looks(self, names: Sequence[str]) -> dict[str, tuple[str, int | None]]:
         """The dtype and the number of elements of variables, as far as they are known."""
@@ -282,8 +288,8 @@ def _root(value: ast.expr) -> str | None:
 _SAME = r"reinterpret_tensor$|torch\.as_strided$|as_strided$|alloc_from_pool$"
 
 
-def _events(function: ast.FunctionDef, definitions: dict[str, Definition]) -> Iterator[tuple[Event, list[Part]]]:
-    """What a function does, with what the arguments of launches are."""
+def _events(function: ast.FunctionDef, definitions: dict[str, Definition]) -> Iterator[tuple[Event, list[Argument]]]:
+    """What a function does, with the arguments of launches."""
     memory = _Buffers()
     deleted: dict[int, set[str]] = {}
     for node in ast.walk(function):
@@ -311,7 +317,7 @@ def _item(value: ast.expr) -> str | None:
 
 def _calls(
     value: ast.expr, definitions: dict[str, Definition], memory: _Buffers, assigned: tuple[str, ...]
-) -> Iterator[tuple[Event, list[Part]]]:
+) -> Iterator[tuple[Event, list[Argument]]]:
     if not isinstance(value, ast.Call):
         return
     match value.func:
@@ -323,11 +329,11 @@ def _calls(
             short = len(arguments) - len(pointers)  # of a user's kernel, wrappers leave out numbers that are constants
             if short >= 0 and all(each.part == "number" for each in arguments[len(pointers) :]):
                 pointers += [None] * short
-                parts = memory.pass_on(pointers, arguments)
-                both = [(each, part) for each, part in zip(pointers, parts, strict=True) if each is not None]
+                passed = memory.pass_on(pointers, arguments)
+                both = [(each, argument.part) for each, argument in zip(pointers, passed, strict=True) if each]
                 read = tuple(each for each, part in both if part != "out")
                 written = tuple(each for each, part in both if part != "in")
-                yield Event("launch", value.lineno, name, read, written, memory.looks(written)), parts
+                yield Event("launch", value.lineno, name, read, written, memory.looks(written)), passed
             return
     function = ast.unparse(value.func)
     if re.match(f"{_ALLOCATES}|{_SAME}|{_PLAIN}", function):
@@ -386,17 +392,25 @@ def ops_in(name: str) -> tuple[str, ...]:
     ends and the next begins. Where it is no such list, there are none.
     """
     found = re.search(_FUSED, name)
-    return () if found is None else tuple(map(_packets().__getitem__, _split(tuple(found[1].split("_"))) or ()))
+    words = () if found is None else tuple(found[1].split("_"))
+    usual = {short: packet for short, packet in _packets().items() if packet.startswith(_USUAL)}
+    for packets in (usual, _packets()):  # `add_relu` are two of aten's, and one of `quantized`
+        if (names := _split(words, packets.keys())) is not None:
+            return tuple(map(packets.__getitem__, names))
+    return ()
 
 
-def _split(words: tuple[str, ...]) -> tuple[str, ...] | None:
+_USUAL = ("aten::", "prims::", "higher_order::", "inductor::")
+
+
+def _split(words: tuple[str, ...], known: Collection[str]) -> tuple[str, ...] | None:
     """The names of which a list is made, the fewest there are; None if there are none."""
     best: list[dict[str, tuple[str, ...]]] = [{} for _ in range(len(words) + 1)]  # by the last name
     best[0][""] = ()
     for end in range(1, len(words) + 1):
         for start in range(end):
             name = "_".join(words[start:end])
-            if name not in _packets():
+            if name not in known:
                 continue
             for last, before in best[start].items():
                 if last < name and (name not in best[end] or len(best[end][name]) > len(before) + 1):
@@ -427,7 +441,7 @@ def _is_product(event: Event, ops: tuple[str, ...], definitions: dict[str, Defin
     """Whether a call multiplies matrices.
 
     A kernel is named after all operators that it has a part of: one that adds the bias to a product of another kernel
-    is named after `addmm`, too.
+    is named after `addmm`, too, and one that copies an operand of a product after the product.
     """
     if event.kind == "extern":
         return any(f"_{word}_" in f"_{event.name}_" for word in _MULTIPLYING.split())
@@ -437,4 +451,5 @@ def _is_product(event: Event, ops: tuple[str, ...], definitions: dict[str, Defin
     if "_tem_" in event.name or not event.name.startswith(("cpp_fused_", "triton_")) or {"X", "W"} <= names:
         return True
     computes = not {op.partition("::")[2] for op in ops}.isdisjoint(_MULTIPLYING.split())
-    return computes and of_products.isdisjoint(event.read)
+    copies = event.name.startswith("triton_") and len(event.read) < 2
+    return computes and of_products.isdisjoint(event.read) and not copies

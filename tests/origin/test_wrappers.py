@@ -129,6 +129,7 @@ def test_kernels_of_triton_are_read_from_their_metadata() -> None:
         ("cpp_fused__softmax_backward_data_sum_0", "_softmax_backward_data sum"),
         ("cpp_fused_div_log_relu_sum_threshold_backward_1", "div log relu sum threshold_backward"),
         ("triton_per_fused__to_copy_native_layer_norm_2", "_to_copy native_layer_norm"),
+        ("cpp_fused_add_relu_0", "add relu"),  # and not the one operator of `quantized`
         ("cpp_fused_0", ""),
         ("cpp_fused_no_such_operator_0", ""),
         ("triton_poi_unfused", ""),
