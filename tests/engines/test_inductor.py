@@ -238,6 +238,16 @@ def test_the_maker_of_a_nan_is_named_with_its_operators(product: Any) -> None:
     assert "it stands for aten::bmm, aten::log" in str(finding)
 
 
+def test_a_nan_that_is_written_over_its_operand_is_made_there() -> None:
+    compiled, check = torch.compile(lambda x: x.sub_(2).log_()), NonFinite(action="record")
+    with intercept(check, ops="all"):
+        for value in (3.0, 3.5, 1.0):
+            compiled(torch.full((4, 8), value))
+    (finding,) = check.findings
+    assert (finding.kind, finding.record.op) == ("made", "inductor::cpp_fused_copy__log_sub_0")
+    assert finding.operands["in_ptr0"] == (1.0, 1.0)
+
+
 def test_graphs_that_are_compiled_inside_a_block_are_seen() -> None:
     def shifted(x: Tensor) -> Tensor:
         return x.tanh() + 3
