@@ -75,6 +75,12 @@ def test_arguments_are_what_their_names_say_of_memory_with_values() -> None:
     [
         # What nobody has written is no input, whatever the name says.
         ("buf1 = empty_strided_cpu((4,), (1,), torch.float32)", "buf1, arg0_1, buf2", ["out", "in", "out"]),
+        # Nor by another name.
+        (
+            "buf3 = empty_strided_cpu((4,), (1,), torch.float32)\nbuf1 = buf3; del buf3  # reuse",
+            "buf1, arg0_1, buf2",
+            ["out", "in", "out"],
+        ),
         # A buffer with values, of which a kernel may write some elements only.
         ("buf1 = arg1_1; del arg1_1  # reuse", "buf1, arg0_1, arg2_1", ["in_out", "in", "in_out"]),
         # The memory of a buffer that has gone.
@@ -171,3 +177,22 @@ void kernel(const float* {one}, const float* {other}, float* {out})
 def test_a_text_that_is_no_wrapper_has_no_launches() -> None:
     for text in ("", "def (", "x = 1", "triton_poi_fused_log_0.run(buf0)"):
         assert WrapperSource(text, "key").launches == {}
+
+
+def test_a_kernel_that_a_product_was_lowered_to_multiplies() -> None:
+    source = """
+cpp_fused_bmm_log_0 = async_compile.cpp_pybinding(['const float*', 'const float*', 'float*'], r'''
+extern "C"
+void kernel(const float* in_ptr0, const float* in_ptr1, float* out_ptr0)
+{
+}
+''')
+
+def call(args):
+    arg0_1, arg1_1 = args
+    buf0 = empty_strided_cpu((2, 1, 8), (8, 8, 1), torch.float32)
+    cpp_fused_bmm_log_0(arg0_1, arg1_1, buf0)
+"""
+    (kernel,) = WrapperSource(source, "key").launches.values()
+    assert kernel.multiplies
+    assert {role: name for role, (_, name) in kernel.row.roles.items()} == {"lhs": "in_ptr0", "rhs": "in_ptr1"}

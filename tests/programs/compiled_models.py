@@ -38,7 +38,7 @@ class Residual(nn.Module):
         self.one, self.two = (nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2))
         self.of_one, self.of_two = nn.BatchNorm2d(width), nn.BatchNorm2d(width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return (x + self.of_two(self.two(self.of_one(self.one(x)).relu()))).relu()
 
 
@@ -50,7 +50,7 @@ class ResNet(nn.Module):
         self.stem, self.blocks = nn.Conv2d(3, 8, 3, padding=1), nn.Sequential(Residual(8), Residual(8))
         self.head = nn.Linear(8, 5)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.head(nn.functional.max_pool2d(self.blocks(self.stem(x)), 2).mean((2, 3)))
 
 
@@ -63,7 +63,7 @@ class UNet(nn.Module):
         self.up, self.out = nn.Conv2d(11, 8, 3, padding=1), nn.Conv2d(8, 3, 1)
         self.norm, self.time = nn.GroupNorm(2, 8), nn.Linear(8, 8)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         step = torch.linspace(0, 1, 8).sin().expand(x.shape[0], 8)
         low = nn.functional.silu(self.norm(self.down(x)) + self.time(step)[:, :, None, None])
         high = nn.functional.interpolate(self.low(low), scale_factor=2.0, mode="nearest")
@@ -77,7 +77,7 @@ class Recurrent(nn.Module):
         super().__init__()
         self.inside, self.before, self.head = nn.Linear(6, 24), nn.Linear(12, 24, bias=False), nn.Linear(12, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         state = x.new_zeros(x.shape[0], 12)
         for step in x.unbind(1):
             gate, fresh = (self.inside(step) + self.before(state)).chunk(2, -1)
@@ -123,7 +123,7 @@ def step_of(name: str, trains: bool, options: dict[str, Any]) -> Run:
         inputs: dict[str, Tensor] = {"x": torch.randn(OWN[name].shape)}
     else:
         model = {**MODELS, **MORE_MODELS}[name]()
-        inputs = inputs_of(model)  # type: ignore[arg-type]
+        inputs = inputs_of(model)
     if not trains:
         inputs.pop("labels", None)
         if name == "t5":
