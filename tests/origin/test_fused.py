@@ -7,7 +7,7 @@ from textwrap import dedent
 from opintercept._origin.fused import InductorGraph, nodes_of
 from opintercept._origin.wrappers import Event
 
-LOOKS = {f"buf{number}": ("torch.float32", 32) for number in range(4)}
+LOOKS: dict[str, tuple[str, int | None]] = {f"buf{number}": ("torch.float32", 32) for number in range(4)}
 
 
 def graph(body: str) -> InductorGraph:
