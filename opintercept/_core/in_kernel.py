@@ -28,6 +28,33 @@ OVERWRITTEN = "overwritten"
 ROLES = ("lhs", "rhs", "bias", "value", "output", "output.1", "output.2", "attn_mask", "grad_out", "logsumexp")
 
 
+Place = tuple[str, int, Any, int | None]
+"""Where a tensor lies: its device, a number for its storage, what keeps the number from being used again, a version."""
+
+Range = tuple[float | None, float | None, Place | None]
+"""A tensor's smallest and largest value, both NaN if it has one, or None if it was not read; and its place."""
+
+
+class CallRanges(NamedTuple):
+    """What was read of a call whose outputs are not finite, for `Work.later`.
+
+    Attributes:
+        arguments: The tensors among its arguments, also in lists, before it wrote to them.
+        outputs: Those of its outputs that are for the program.
+        written: What it has written to arguments that are no outputs, by their numbers.
+        node: The node of autograd that was running, or an empty text.
+        task: The number of the backward pass, as `begin_backward` was told it, or -1.
+        unseen: What had run that no block sees: how much, and for hooks the names.
+    """
+
+    arguments: list[Range]
+    outputs: list[Range]
+    written: dict[int, Range]
+    node: str
+    task: int
+    unseen: Any
+
+
 class Work(NamedTuple):
     """What a kernel does for a hook with each call, in place of calling it.
 
@@ -38,6 +65,9 @@ class Work(NamedTuple):
         target: Counts values that become zero or are too large in another dtype, see `_native.values.Read`.
         finite: Whether to call the hook's `post` if an output is not finite, and otherwise not.
         waits: Whether `finite` may wait for a device. If not, the hook sees the calls there.
+        later: Whether it need not: calls on a device go to the hook's `arrived` once the device has read their tensors,
+            those whose outputs are not finite, as triples of a note, a `CallRanges` and what `learn` has returned.
+            Where that was None, `finite` waits. `begin_backward` is called with the number of each backward pass.
         settings: Whether `learn` depends on torch's settings for the precision of products.
         writes: Where to write a record of each call. Then `learn` returns the number of the call's signature there.
         checker: Makes the `Checker` that checks each product. The hook's `post` is called if one is suspect.
@@ -51,6 +81,7 @@ class Work(NamedTuple):
     target: tuple[float, float] | None = None
     finite: bool = False
     waits: bool = True
+    later: bool = False
     settings: bool = False
     writes: RecordWriter | None = None
     checker: Checks | None = None

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from opintercept._core.call import OpCall
 from opintercept._core.call_site import CallSite
 from opintercept._core.hook import Handle
-from opintercept._core.in_kernel import ROLES, Checker, Chunk, Found, InKernel, RecordWriter, Sink, Work
+from opintercept._core.in_kernel import ROLES, CallRanges, Checker, Chunk, Found, InKernel, RecordWriter, Sink, Work
 from opintercept._core.record import NOTED_WHOLE, PendingRecord
 
 
@@ -24,6 +24,7 @@ class Ring(Protocol):
     def next_index(self) -> int: ...
     def calls(self) -> int: ...
     def set_step(self, step: int, /) -> None: ...
+    def set_unseen(self, count: int, /) -> None: ...
     def attach(self, rows: Any, /) -> None: ...
     def suspend(self) -> None: ...
     def plan(self, *what: Any) -> bool: ...
@@ -31,6 +32,8 @@ class Ring(Protocol):
     def checker(self) -> Checker: ...
     def take(self, waits: bool, /) -> tuple[tuple[Any, ...], dict[str, Found], tuple[Any, ...]] | None: ...
     def take_all(self) -> Chunk | None: ...
+    def has_odd(self, any_left: bool, /) -> bool: ...
+    def take_odd(self, waits: bool, /) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]] | None: ...
     def empty(self) -> bool: ...
     def forget_parent(self) -> None: ...
 
@@ -42,11 +45,12 @@ class NotedCalls:
         ring: Where kernels put them.
     """
 
-    __slots__ = ("_failures", "_hooks", "_keeps", "_lock", "_notifier", "_writer", "finite", "ring")
+    __slots__ = ("_failures", "_hooks", "_keeps", "_lock", "_notifier", "_writer", "finite", "later", "ring")
 
     def __init__(self, ring: Ring) -> None:
         self.ring = ring
         self.finite: tuple[Handle, ...] = ()  # of hooks that look at calls in Python whose values are not finite
+        self.later: tuple[Handle, ...] = ()  # those of them that are told once devices have read the values
         # Weak, since rows keep what was learned for a handle, and the collector of garbage does not see the ring's.
         self._hooks: tuple[tuple[weakref.ref[Handle], InKernel], ...] = ()
         self._keeps = False  # whether all of these take their calls together
@@ -65,7 +69,7 @@ class NotedCalls:
         """
         self.ring.suspend()
         flush()
-        self._hooks, self.finite, self._writer = (), (), None
+        self._hooks, self.finite, self.later, self._writer = (), (), (), None
         written: tuple[str, ...] = ()
         hooks: list[Any] = [handle.hook for handle in handles]
         works: list[Work | None] = [hook.work() if _is_in_kernel(hook) else None for hook in hooks]
@@ -75,6 +79,7 @@ class NotedCalls:
         every = [(handle, hook, work) for handle, hook, work in zip(handles, hooks, works, strict=True) if work]
         self._hooks = tuple((weakref.ref(handle), hook) for handle, hook, work in every if work.rows)
         self.finite = tuple(handle for handle, _, work in every if work.finite)
+        self.later = self.finite if together.later else ()
         self._keeps = together.rows and together.keeps
         sink = checker = None
         for hook, work in zip(hooks, works, strict=True):
@@ -87,6 +92,7 @@ class NotedCalls:
             together.rows,
             together.finite,
             together.waits,
+            together.later,
             links.names_all or links.wanted,
             links.wanted,
             together.settings,
@@ -100,7 +106,7 @@ class NotedCalls:
             flush()  # another thread has added one
         return True
 
-    def flush(self, notify: Notify, only_if_free: bool = False) -> Iterator[Failure]:
+    def flush(self, notify: Notify, only_if_free: bool = False, settle: bool = False) -> Iterator[Failure]:
         """Notify hooks of all noted calls, and wait for a thread that is doing so. Yields the failures of hooks.
 
         It waits for a second at most: that thread may wait for a lock of a hook, which the caller may hold.
@@ -108,12 +114,13 @@ class NotedCalls:
         Args:
             notify: Notifies the hooks of one call.
             only_if_free: Whether to leave it to that thread, and to leave calls whose values a device still reads.
+            settle: Whether to wait for devices to say which values are not finite.
         """
-        me = threading.get_ident()
-        while self._failures or not self.ring.empty() or self._notifier not in (None, me):
+        me, ring = threading.get_ident(), self.ring
+        while self._failures or not ring.empty() or ring.has_odd(settle) or self._notifier not in (None, me):
             if only_if_free and self._notifier not in (None, me):
                 return
-            failed = self._failed(notify, waits=not only_if_free)
+            failed = self._failed(notify, not only_if_free, settle)
             if failed is None or (only_if_free and not failed):  # devices still read the values of the others
                 return
             yield from failed
@@ -125,45 +132,55 @@ class NotedCalls:
             notify: Notifies the hooks of one call.
             goes_on: Whether to go on after a failure.
         """
-        while not self.ring.empty() and (goes_on or not self._failures):
+        while not (self.ring.empty() and not self.ring.has_odd(True)) and (goes_on or not self._failures):
             before, self._failures = self._failures, []
-            failed = self._failed(notify)
+            failed = self._failed(notify, settle=True)
             self._failures = before + (failed or [])
             if failed is None:
                 return
 
-    def _failed(self, notify: Notify, waits: bool = True) -> list[Failure] | None:
+    def _failed(self, notify: Notify, waits: bool = True, settle: bool = False) -> list[Failure] | None:
         """Notify hooks of calls until some fail with one; return these, or None if another thread is notifying."""
         me = threading.get_ident()
         if self._notifier == me:  # a signal handler, or a hook that asks for its calls while it is told of one
-            return self._next_failures(notify, waits)
+            return self._next_failures(notify, waits, settle)
         try:
             # An interrupt may have kept this thread from setting the notifier, or from releasing the lock.
             if not (self._lock._is_owned() or self._lock.acquire(timeout=1)):
                 return None
             self._notifier = me
-            return self._next_failures(notify, waits)
+            return self._next_failures(notify, waits, settle)
         finally:
             if self._lock._is_owned():
                 self._notifier = None
                 self._lock.release()
 
-    def _next_failures(self, notify: Notify, waits: bool) -> list[Failure]:
+    def _next_failures(self, notify: Notify, waits: bool, settle: bool) -> list[Failure]:
         failed, self._failures = self._failures, []
         if self._keeps and not failed and (chunk := self.ring.take_all()) is not None:
             failed = notify(chunk, {}, self._hooks)
         take = self.ring.take
         while not failed and (row := take(waits)) is not None:
             failed = notify(PendingRecord(*row[0]), row[1], row[2])
-        return failed
+        odd: list[tuple[PendingRecord, CallRanges, tuple[Any, ...]]] = []
+        while not failed and (found := self.ring.take_odd(settle)) is not None:
+            odd.append((PendingRecord(*found[0]), CallRanges(*found[1]), found[2]))
+        return notify(odd, {}, ()) if odd else failed
 
-    def learn(self, call: OpCall) -> tuple[tuple[Any, ...], bytes | None] | None:
-        """What hooks learn of calls like this one, and the number in records; None if kernels cannot note them."""
+    def learn(self, call: OpCall) -> tuple[tuple[Any, ...], bytes | None, tuple[Any, ...] | None] | None:
+        """What hooks learn of calls like this one; None if kernels cannot note them.
+
+        Returns:
+            What those learn that are told of each, the number in records, and what those learn that are told later, or
+            None if one of them has to see such calls.
+        """
         learned = tuple((reference, hook.learn(call)) for reference, hook in self._hooks)
         number = None if self._writer is None else self._writer[0].learn(call)
         if any(known is None for _, known in learned) or (self._writer is not None and number is None):
             return None
-        return learned, number
+        hooks: list[tuple[Handle, Any]] = [(handle, handle.hook) for handle in self.later]
+        later = tuple((weakref.ref(handle), hook.learn(call)) for handle, hook in hooks)
+        return learned, number, None if any(known is None for _, known in later) else later
 
     def number_of(self, place: CallSite) -> bytes:
         """The number by which a record names a call site."""
@@ -176,12 +193,12 @@ class NotedCalls:
         self.ring.forget_parent()
 
 
-Failure = tuple[Handle, PendingRecord, Exception]
-"""A hook that failed, the call of which it was notified, and what it raised."""
+Failure = tuple[Handle, PendingRecord | None, Exception]
+"""A hook that failed, the call of which it was notified, or None for several, and what it raised."""
 
 Notify = Callable[[Any, dict[str, Found], tuple[Any, ...]], list[Failure]]
 """Notifies hooks of a call: takes what was noted and read of it, and pairs of a reference to a handle and of what its
-hook has learned. Of a `Chunk` of calls, nothing has been read."""
+hook has learned. Of a `Chunk` of calls, nothing has been read. A list has calls that are not finite, with both."""
 
 
 def _is_in_kernel(hook: Any) -> bool:
@@ -203,6 +220,7 @@ def _together(works: Iterable[Work | None]) -> Work | None:
             found.target or work.target,
             found.finite or work.finite,
             found.waits and work.waits,
+            (found.later and (work.later or not work.finite)) or (work.later and not found.finite),
             found.settings or work.settings,
             found.writes or work.writes,
             found.checker or work.checker,

@@ -138,21 +138,27 @@ class Pipeline:
                 if not self._survives(handle, f"the end_step of hook {handle.hook!r}", exception):
                     raise
 
-    def flush(self, only_if_free: bool = False) -> None:
+    def flush(self, only_if_free: bool = False, settle: bool = False) -> None:
         """Notify the hooks of the calls that kernels have noted.
 
         Args:
             only_if_free: Whether to leave it to another thread that is doing so.
+            settle: Whether to wait for devices to say which values are not finite.
         """
         if self.queue is None:
             return
-        for failed in self.queue.flush(self._notify, only_if_free):
+        for failed in self.queue.flush(self._notify, only_if_free, settle):
             self._outlives(failed)
 
     def _outlives(self, failed: Failure) -> None:
         handle, note, failure = failed
         try:
-            if not self.survives(handle, "post", note.record(), failure):
+            if note is None:
+                where = f"hook {handle.hook!r}, once devices had read the values of calls"
+                survives = self._survives(handle, where, failure)
+            else:
+                survives = self.survives(handle, "post", note.record(), failure)
+            if not survives:
                 raise failure
         finally:
             del failure, failed  # its traceback keeps this frame
@@ -164,6 +170,8 @@ class Pipeline:
 
     def _notify(self, note: Any, values: dict[str, Found], learned: tuple[Any, ...]) -> list[Failure]:
         failed: list[Failure] = []
+        if isinstance(note, list):
+            return self._notify_later(note)
         if not isinstance(note, PendingRecord):
             for summary, calls in note.opaque():
                 self.count_opaque(summary.op, calls)
@@ -187,6 +195,28 @@ class Pipeline:
                 exception.__traceback__ = None  # keeps the program's frames, and this one, which keeps it
         return failed
 
+    def _notify_later(self, calls: list[Any]) -> list[Failure]:
+        failed: list[Failure] = []
+        names = tuple(self.unseen)
+        by_hook: dict[Handle, list[Any]] = {}
+        for note, seen, learned in calls:
+            for reference, known in learned:
+                if (handle := reference()) is not None and not handle.removed:
+                    by_hook.setdefault(handle, []).append((note, seen._replace(unseen=names[: seen.unseen]), known))
+        for handle, found in by_hook.items():
+            hook: Any = handle.hook
+            try:
+                hook.arrived(found)
+            except Exception as exception:
+                failed.append((handle, None, exception))
+        return failed
+
+    def begin_backward(self, task: int) -> None:
+        """Let hooks that are told later of values look at what a backward pass began with."""
+        hooks: list[Any] = [] if self.queue is None else [handle.hook for handle in self.queue.later]
+        for hook in hooks:
+            hook.begin_backward(task)
+
     def register(self, hook: Hook) -> Handle:
         """Append a hook. If the interceptor is active, the hook's `enter` runs at once."""
         handle = Handle(self, hook)
@@ -208,7 +238,7 @@ class Pipeline:
 
     def _take_out(self, handle: Handle) -> BaseException | None:
         if not handle.removed:
-            self.flush()
+            self.flush(settle=True)
         with self._lock:
             handle.removed = True
             self._set(tuple(h for h in self._handles if h is not handle))
@@ -263,7 +293,7 @@ class Pipeline:
         failures: list[BaseException] = []
         try:
             if self._entered_by <= {user}:
-                self.flush()
+                self.flush(settle=True)
         except Exception as exception:
             failures.append(exception)
         with self._lock:
@@ -326,6 +356,7 @@ class Pipeline:
         exception: BaseException | None,
         elapsed: float,
         noted: bool,
+        judged: bool,
     ) -> OpCall | tuple[Any, ...] | None:
         """Run the hooks of a call that runs in a kernel which could not note it, or not all that they want to know.
 
@@ -343,11 +374,11 @@ class Pipeline:
             exception: What it raised instead, or None.
             elapsed: The operator's time.
             noted: Whether it is noted, so that only hooks that look for what is not finite are told.
+            judged: Whether a device reads the call's tensors for these, so that they can be told later instead.
 
         Returns:
             The call if the operator has yet to run. Otherwise what holds for all calls that look like this one: their
-            summary, their autocast dtype, what hooks have learned, and a record's number; None if kernels cannot note
-            them.
+            summary, their autocast dtype, and what `NotedCalls.learn` returns; None if kernels cannot note them.
         """
         began = perf_counter() - (time_ns() - started) / 1e9
         goes_on = False
@@ -373,7 +404,10 @@ class Pipeline:
                 call.output = spec.result(func, call.args, call.kwargs)
             learned = None if self.queue is None or noted else self.queue.learn(call)
             shared = None if learned is None else (call.summary, self.origin.autocast(call), *learned)
-            _after(self, call, spec, call.args, call.kwargs, self._told(self.post, noted))
+            told = self._told(self.post, noted)
+            if judged and learned is not None and learned[2] is not None and self.queue is not None:
+                told = [handle for handle in told if handle not in self.queue.later]
+            _after(self, call, spec, call.args, call.kwargs, told)
             return shared
         finally:
             if call is not None and not goes_on:
@@ -458,6 +492,8 @@ class Pipeline:
         """Count code that has run in a block and that nobody sees, in `opaque` too."""
         self.count_opaque(name)
         self.unseen[name] = None
+        if self.queue is not None:
+            self.queue.ring.set_unseen(len(self.unseen))
 
     def survives(self, handle: Handle, phase: str, call: OpCall | CallRecord, exception: Exception) -> bool:
         """Handle an exception of a hook: add a note that says where, or switch the hook off and return True."""
@@ -764,6 +800,13 @@ def flush() -> None:
     """
     for pipeline in _living():
         pipeline.flush()
+
+
+def settle(hook: Hook) -> None:
+    """Tell a hook what it is told later, see `Work.later`. Waits for devices."""
+    for pipeline in _living():
+        if any(each is hook for each in pipeline.hooks):
+            pipeline.flush(settle=True)
 
 
 def _flush_quietly() -> None:

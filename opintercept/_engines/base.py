@@ -118,6 +118,10 @@ class Engine(Protocol):
         """Convolutions, which a block that watches the family of matmuls alone counts without looking at them."""
         return frozenset()
 
+    def awaited(self) -> Any:
+        """Operators before which hooks learn what they are told later, see `Work.later`; a dict, or a set."""
+        return frozenset()
+
     def is_leaf(self, key: Any) -> bool:
         """Whether no Python, and nothing that another block could watch, runs inside of an operator."""
         return False
@@ -217,7 +221,8 @@ class Watcher:
         unknown: Operators of other libraries that look like matmuls and that nobody has declared.
         skipped: Convolutions, if it watches matmuls only. They are counted, and not looked at, until a block of the
             process has told of them, since skipping a call takes some microseconds.
-        shown: What its engine must show: `keys`, `unknown` and `skipped`.
+        awaited: Operators before which its hooks learn what they are told later.
+        shown: What its engine must show: `keys`, `unknown`, `skipped` and `awaited`.
         only_products: Whether it watches families of products and nothing else.
         everywhere: Whether it watches all threads.
         told_of_convolutions: Whether a block of this process has told of convolutions.
@@ -227,6 +232,7 @@ class Watcher:
         "_chosen_at",
         "_families",
         "_tells",
+        "awaited",
         "engine",
         "everywhere",
         "keys",
@@ -245,6 +251,7 @@ class Watcher:
         self.pipeline = pipeline
         self.engine = engine
         self.ops = ops
+        self.awaited: Any = engine.awaited()
         self.everywhere = everywhere
         self._tells: Pipeline | None = None
         foreign.look()
@@ -267,7 +274,7 @@ class Watcher:
         self.keys: Keys = keys
         self.shown: Keys = keys
         if keys is not None:
-            self.shown = _join(keys, self.skipped, self.unknown)
+            self.shown = _join(keys, self.skipped, self.unknown, self.awaited)
         if self.unknown and keys is not None and self._tells is None:
             self._tells = Pipeline((foreign.Tell(self.pipeline),), signature_of=self.engine.signature_of)
 

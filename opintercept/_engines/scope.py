@@ -103,7 +103,7 @@ class Watch:
     """Which pipelines see an operator in one scope, and the scopes for its hooks and its inner steps.
 
     Attributes:
-        tally: What counts a call of an operator that no pipeline sees; None if pipelines see it.
+        tally: What to call before an operator that no pipeline sees, such as what counts it; None if pipelines see it.
     """
 
     __slots__ = ("hidden", "inner", "pipelines", "row", "tally")
@@ -129,6 +129,15 @@ def _tally(pipelines: tuple[Pipeline, ...]) -> Callable[[], Any]:
             pipeline.skip()
 
     return pipelines[0].skip if len(pipelines) == 1 else tally
+
+
+def _settling(pipelines: tuple[Pipeline, ...]) -> Callable[[], Any]:
+    def settle() -> None:
+        with unwatched():
+            for pipeline in pipelines:
+                pipeline.flush(settle=True)
+
+    return settle
 
 
 UNKNOWN: Any = object()  # for a key that is not in a scope's table yet
@@ -254,10 +263,11 @@ class Scope:
         pipelines = tuple(p for w in shown if (p := w.watched_by(key)) is not None)
         if not pipelines:
             passing = tuple(w.pipeline for w in shown if key in w.skipped)
-            if not passing:
+            awaiting = tuple(w.pipeline for w in shown if key in w.awaited)
+            if not passing and not awaiting:
                 return None
             hidden = self.while_hooks_run()
-            return Watch(row_of(key), (), hidden, hidden, _tally(passing))
+            return Watch(row_of(key), (), hidden, hidden, _tally(passing) if passing else _settling(awaiting))
         found = [w for w in shown if w.watches(key)]
         hidden = self.while_hooks_run()
         alone = len(active) == len(found)

@@ -73,6 +73,7 @@ FOR_PROGRAM = {
 }
 """How many outputs are for the program, by operator. The others serve its backward kernel, some with padding."""
 
+
 PADDED = frozenset(
     ("logsumexp", f"{op.removesuffix('_forward')}_backward") for op in FOR_PROGRAM if op.count("attention")
 )
@@ -86,3 +87,11 @@ MASKS_LATER = frozenset(f"{name}Backward" for name in _MASKS_LATER.split())
 def torchs_name(op: str) -> str:
     """Return by which name the sets above have an operator: `"t"` for `"aten::t"`, and `""` for other libraries'."""
     return short_name(op) if op.startswith(("aten::", "torch.")) else ""
+
+
+def results_of(op: str, family: str) -> int | None:
+    """How many tensors among several outputs are for the program; None for all.
+
+    What serves the backward pass may rightly hold -inf, and memory that is never read.
+    """
+    return FOR_PROGRAM.get(op, 1 if family == "attention" and not op.endswith("_backward") else None)

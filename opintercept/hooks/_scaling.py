@@ -6,6 +6,7 @@ runs the backward pass; both only when values that are not finite ask for it.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 from collections.abc import Iterator
@@ -26,6 +27,22 @@ _AFTER_SCALING = tuple(
 _BACKWARD = {torch.autograd.backward.__code__: "tensors", torch.autograd.grad.__code__: "outputs"}
 
 
+class Losses:
+    """What the running backward passes began with, as far as a scaler may explain their values. Waits for no device."""
+
+    def __init__(self) -> None:
+        losses = _losses()
+        self.may_be_scaled = not losses or any(map(_ends_in_product, losses))
+        self._finite: list[torch.Tensor] | None = None  # None if they are not known
+        if losses and self.may_be_scaled:
+            with contextlib.suppress(RuntimeError):  # the device has no memory left now
+                self._finite = [_was_finite(loss) for loss in losses]
+
+    def were_finite(self) -> bool:
+        """Whether all were finite before they were scaled."""
+        return self._finite is None or all(map(bool, self._finite))
+
+
 class Scaling:
     """Knows the scalers of the process, and their state when gradients last overflowed."""
 
@@ -33,13 +50,16 @@ class Scaling:
         self._scalers: WeakSet[GradScaler] = WeakSet()
         self._overflowed: WeakKeyDictionary[GradScaler, dict[str, Any]] = WeakKeyDictionary()
 
-    def explains_backward(self, running: bool) -> bool:
-        """Whether a scaler discards values of a backward call, `running` now or over, that are not finite.
+    def explains_backward(self, losses: Losses | None) -> bool:
+        """Whether a scaler discards values of a backward call that are not finite.
 
-        The loss can be looked at only while the call is running. A scale of 1 or less makes nothing larger, and so
-        explains nothing.
+        A scale of 1 or less makes nothing larger, and so explains nothing.
+
+        Args:
+            losses: What was known while the call was running; None if nobody looked.
         """
-        if (running and not self._is_scaled(_losses())) or self._scale() <= 1:  # the search for scalers takes longer
+        # The search for scalers takes longer.
+        if (losses is not None and not self._is_scaled(losses)) or self._scale() <= 1:
             return False
         self._overflowed = WeakKeyDictionary((scaler, scaler.state_dict()) for scaler in self._scalers)
         return True
@@ -52,14 +72,12 @@ class Scaling:
         states = list(self._overflowed.items())
         return bool(states) and all(scaler.state_dict() == state for scaler, state in states)
 
-    def _is_scaled(self, losses: list[torch.Tensor]) -> bool:
+    def _is_scaled(self, losses: Losses) -> bool:
         """Whether one of the losses was multiplied by a constant, and all were finite before.
 
         A penalty on gradients that overflowed, which is part of a loss, is not finite either.
         """
-        if not losses:
-            return True
-        return any(map(_ends_in_product, losses)) and (all(map(_was_finite, losses)) or self.explains_inputs())
+        return losses.may_be_scaled and (losses.were_finite() or self.explains_inputs())
 
     def _scale(self) -> float:
         """The largest scale; 0 if there is no scaler."""
@@ -116,7 +134,7 @@ def _ends_in_product(loss: torch.Tensor) -> bool:
     return False
 
 
-def _was_finite(loss: torch.Tensor) -> bool:
+def _was_finite(loss: torch.Tensor) -> torch.Tensor:
     """Whether a scaled loss was finite before; the scale alone may be too much for float16."""
     kept = loss.detach()
-    return not kept.isnan().any() if kept.dtype is torch.float16 else bool(kept.isfinite().all())
+    return kept.isnan().any().logical_not() if kept.dtype is torch.float16 else kept.isfinite().all()

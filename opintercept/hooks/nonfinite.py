@@ -6,7 +6,7 @@ import math
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from os import PathLike
@@ -19,11 +19,11 @@ from torch.utils import deterministic
 from opintercept._core.call import OpCall
 from opintercept._core.checks import check_choice, check_count, renamed
 from opintercept._core.errors import NonFiniteError, OpInterceptWarning
-from opintercept._core.in_kernel import OVERWRITTEN, Overwritten, Work
-from opintercept._core.pipeline import keep
+from opintercept._core.in_kernel import OVERWRITTEN, CallRanges, Overwritten, Range, Work
+from opintercept._core.pipeline import keep, settle
 from opintercept._core.record import CallRecord, PendingRecord
 from opintercept._core.tables import Shown
-from opintercept._core.tensors import is_strided, share_memory
+from opintercept._core.tensors import is_strided, named_tensors, share_memory
 from opintercept._core.text import counted
 from opintercept._engines.scope import unwatched
 from opintercept._kit.copyable import Copyable
@@ -34,19 +34,19 @@ from opintercept._kit.repro import try_to_save
 from opintercept._native import values as native
 from opintercept._ops.families import makes_values
 from opintercept._ops.scratch import (
-    FOR_PROGRAM,
     MASKS_LATER,
     MOVES,
     OVERWRITES,
     UNWRITTEN,
     UPDATED,
     UPDATES,
+    results_of,
     torchs_name,
 )
 from opintercept._ops.table import row_of
 from opintercept._origin.links import running_node
 from opintercept._values.copies import safetensors_for
-from opintercept._values.late import GraphResults, Late, Lots, graph_of
+from opintercept._values.late import GraphResults, Lots, graph_of
 from opintercept._values.on_device import is_ready
 from opintercept._values.read import (
     ON_HOST,
@@ -58,7 +58,7 @@ from opintercept._values.read import (
     stored_values,
 )
 from opintercept.hooks._infs import Infs, MemoryPlace, places
-from opintercept.hooks._scaling import Scaling
+from opintercept.hooks._scaling import Losses, Scaling
 
 Action = Literal["raise", "warn", "record", "breakpoint"]
 
@@ -76,6 +76,8 @@ class _OperatorTraits(NamedTuple):
     other: bool  # whether it is something other than a matmul
     scales: bool  # whether it is one of a gradient scaler
 
+
+_MOST_PASSES = 64
 
 _kinds: dict[int, _OperatorTraits] = {}
 
@@ -114,7 +116,7 @@ class ValueRange(NamedTuple):
         return math.isfinite(self.min) and math.isfinite(self.max)
 
     def __str__(self) -> str:
-        return "NaN" if self.nan else f"[{self.min:.4g}, {self.max:.4g}]"
+        return "NaN" if self.nan else f"[{self.min + 0.0:.4g}, {self.max + 0.0:.4g}]"  # and not -0
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,8 +222,35 @@ class _InputRanges(NamedTuple):
     inner: bool  # whether autograd may throw away what the call made, before anybody gets it
 
 
-_Spans = tuple[Late, tuple[str, ...], _InputRanges, list[MemoryPlace]]
-"""The ranges of the output and of inputs, the names of these, the rest of the inputs, and where the output is."""
+class _Moment(NamedTuple):
+    """What can be known of a call only while it is running."""
+
+    losses: Callable[[], Losses | None]
+    unseen: tuple[str, ...]  # as `Finding.unseen`
+
+
+class _Spans(NamedTuple):
+    """The ranges of a call whose check is put off."""
+
+    ends: Callable[[], Sequence[Sequence[float]]]  # of the output, and of inputs
+    names: tuple[str, ...]  # of these
+    found: _InputRanges  # the rest of the inputs
+    written: list[MemoryPlace]  # where the output is
+    moment: _Moment | None = None
+
+
+class _Parts(NamedTuple):
+    """Which tensors of a call make up what is judged: the same for all calls that look alike.
+
+    Tensors are known by their numbers among those of the arguments, or those of the outputs. What was written to an
+    argument has the number `~n`.
+    """
+
+    operands: tuple[tuple[str, int], ...]
+    outputs: tuple[int, ...]
+    numbers: dict[str, ValueRange]
+    unread: tuple[str, ...]
+    writes: bool
 
 
 class NonFinite(Copyable, Shown):
@@ -249,9 +278,12 @@ class NonFinite(Copyable, Shown):
             `"record"` only adds to `findings`, as all actions do. `"breakpoint"` stops in the debugger, in a frame
             that has the `call`. A function is called with the `Finding`.
         allow: Modules that may make any value: a glob, a compiled pattern or a predicate of the name.
-        check_every: Look at the checks of calls on a device once in this many, and when the block ends. With 1, each
-            check waits for the device. With more, findings there come late, and each check reads the operands too.
-            What the host computes is checked at once in any case.
+        check_every: How to check calls on a device; what the host computes is checked at once in any case. By default,
+            with compiled kernels, no check waits for a device. A call is judged when a later one runs and its values
+            have been read by then, when the block ends, or when `findings` or `check` asks. So an error comes some
+            calls later, and names the call that made the value. With 1, each check waits for the device, as it also
+            does by default without compiled kernels, with `save` or `action="breakpoint"`, and for tensors that these
+            kernels cannot read. With more, the checks are looked at once in this many calls, and when the block ends.
         save: A folder. For each finding, NonFinite writes the call's arguments as safetensors and a script that runs
             the call again. If it cannot, the finding says why.
 
@@ -274,14 +306,16 @@ class NonFinite(Copyable, Shown):
         Inf is made by aten::addmm in module '1'
 
     Attributes:
-        passed_on: How many calls only passed on values that are not finite.
+        passed_on: How many calls only passed on values that are not finite. In a block, as far as calls are judged.
         discarded: How many calls had such values only in gradients that a scaler discards.
         skipped: How many calls were left out because a CUDA graph captured them, or a device had no memory left. With
             `graphs=True`, `intercept` has each replay of a graph checked.
     """
 
     reads = ("module", "record")
-    fresh: ClassVar = {"_lock": threading.RLock, "_before": PerCall, "_scaling": Scaling, "_lots": partial(Lots, None)}
+    fresh: ClassVar = {"_lock": threading.RLock, "_before": PerCall, "_scaling": Scaling, "_passes": dict}
+    fresh |= {"_lots": partial(Lots, None), "_readers": set}
+    must_see = _SCALERS  # kernels in C++ leave these to the hook
 
     @renamed(every="check_every")
     def __init__(
@@ -290,14 +324,15 @@ class NonFinite(Copyable, Shown):
         inf: bool = False,
         action: Action | Callable[[Finding], object] = "raise",
         allow: str | Pattern[str] | Callable[[str], bool] | None = None,
-        check_every: int = 1,
+        check_every: int | None = None,
         save: str | PathLike[str] | None = None,
     ) -> None:
         if not callable(action):
             check_choice("action", action, get_args(Action))
-        check_count("check_every", check_every)
+        if check_every is not None:
+            check_count("check_every", check_every)
         if save is not None:
-            if check_every > 1:
+            if check_every not in (None, 1):
                 gone = "the operands are gone when the check is read"
                 raise ValueError(f"save needs check_every=1, got check_every={check_every}: {gone}")
             safetensors_for("save=")  # raises now, not when there is something to save
@@ -311,6 +346,7 @@ class NonFinite(Copyable, Shown):
         self._action = action
         self._allow = allow
         self._check_every = check_every
+        self._puts_off = check_every is not None and check_every > 1
         self._save = save
         self._overflow: Finding | None = None  # the first; with other operators than matmuls, `_infs` says more
         self._infs = Infs()
@@ -321,11 +357,24 @@ class NonFinite(Copyable, Shown):
         self._before: PerCall[_Before] = PerCall()
         self._pending: deque[tuple[CallRecord, _Spans]] = deque()
         self._lots = Lots(None)  # of `_pending`
+        self._passes: dict[int, Losses] = {}  # the last backward passes
+        self._untold: list[Finding] = []
+        self._readers: set[int] = set()  # threads that read the findings, and are not told
         self._lock = threading.RLock()
 
     @property
     def findings(self) -> list[Finding]:
-        """The findings in the order of the calls, one for each module, operator and phase."""
+        """The findings in the order of the calls, one for each module, operator and phase.
+
+        In a block, this waits for devices if `check_every` is None. What is found so is told of at a later call.
+        """
+        if self._check_every is None:
+            me = threading.get_ident()
+            self._readers.add(me)
+            try:
+                settle(self)
+            finally:
+                self._readers.discard(me)
         with self._lock:
             return list(self._found.values())
 
@@ -346,7 +395,69 @@ class NonFinite(Copyable, Shown):
 
     def work(self) -> Work | None:
         """Kernels look whether the outputs are finite, unless operands are to be saved."""
-        return Work(rows=False, finite=True, waits=self._check_every == 1) if self._save is None else None
+        if self._save is not None:
+            return None
+        later = self._check_every is None and self._action != "breakpoint"
+        return Work(rows=False, finite=True, waits=not self._puts_off, later=later)
+
+    def learn(self, call: OpCall) -> _Parts | None:
+        """Which tensors to judge; None for a call that `post` has to judge."""
+        kind = _kind(call)
+        if not kind.makes:
+            return _Parts((), (), {}, (), False)
+        # By their places, and not as this call's tensors: in another one, the same tensor may not be both operands.
+        arguments = call.func._schema.arguments
+        roles = {place: role for role, (place, _) in row_of(call.func).roles.items()}
+        values = [*call.args, *(call.kwargs.get(each.name) for each in arguments[len(call.args) :])]
+        given = [
+            (argument, name, tensor)
+            for place, (argument, value) in enumerate(zip(arguments, values, strict=True))
+            for name, tensor in named_tensors(roles.get(place, argument.name), value)
+        ]
+        ignored = ("bias",) if call.options.get("beta") == 0 else ()
+        overwrites = torchs_name(call.op) in OVERWRITES
+        operands = tuple(
+            (name, number)
+            for number, (argument, name, tensor) in enumerate(given)
+            if not (argument.is_out or (overwrites and _is_written(argument)) or name in ignored)
+            and (tensor.is_floating_point() or tensor.is_complex())
+        )
+        returned = list(_tensors(call.output)) if call.func._schema.returns else []
+        written = _written(call) if kind.writes else None
+        outputs = []
+        for made in _outputs(call, written):
+            places = [place for place, each in enumerate(returned) if each is made]
+            places += [~n for n, (argument, _, each) in enumerate(given) if each is made and _is_written(argument)]
+            if not places:
+                return None
+            outputs.append(places[0])
+        numbers, unread, packed = _others(call.options)
+        if packed or _is_unwritten(call):
+            return None
+        return _Parts(operands, tuple(outputs), numbers, unread, written is not None)
+
+    def begin_backward(self, task: int) -> None:
+        """Look at what a backward pass begins with, since it may be over when its values are judged."""
+        self._passes[task] = Losses()
+        while len(self._passes) > _MOST_PASSES:
+            del self._passes[next(iter(self._passes))]
+
+    def arrived(self, calls: Iterable[tuple[PendingRecord, CallRanges, _Parts]]) -> None:
+        """Judge calls on devices whose outputs are not finite."""
+        for note, seen, parts in calls:
+            made = [seen.outputs[n] if n >= 0 else seen.written[~n] for n in parts.outputs]
+            whole = _joined(made)
+            if whole is None or self._allows(note.call_site.aliases):
+                continue
+            known = {name: seen.arguments[n] for name, n in parts.operands if seen.arguments[n][0] is not None}
+            memory = {name: _places([each]) for name, each in known.items()}
+            inner = note.phase == "backward" and seen.node.rstrip("0123456789") in MASKS_LATER
+            moment = _Moment(partial(self._passes.get, seen.task), seen.unseen)
+            found = _InputRanges({}, parts.numbers, parts.unread, memory, inner)
+            ends: list[Any] = [whole, *(each[:2] for each in known.values())]
+            spans = _Spans(ends.copy, tuple(known), found, _places(made, parts.writes), moment)
+            self._pending.append((note.record(), spans))
+        self._judge_pending()
 
     def post(self, call: OpCall) -> None:
         """Check the outputs."""
@@ -359,37 +470,41 @@ class NonFinite(Copyable, Shown):
         if isinstance(first := first_output(output), torch.Tensor) and leaves_out_captured(first, self, joins=True):
             self.skipped += 1
             return
-        if (before is None or before.written) and _are_finite([output] if before is None else _outputs(call, before)):
+        if (before is None or before.written) and _are_finite([output] if before is None else _made(call, before)):
             return
         if isinstance(first, torch.Tensor):
             is_ready(first.device)
-        span = _range(output) if before is None and type(output) is torch.Tensor else _whole(_outputs(call, before))
+        span = _range(output) if before is None and type(output) is torch.Tensor else _whole(_made(call, before))
         if span is None:
             values = isinstance(first, torch.Tensor) and first.is_floating_point() and first.numel()
             self.skipped += bool(values and first.device.type not in ("cpu", "meta"))
             return
         graph = graph_of(span) if isinstance(span, torch.Tensor) else None
-        if graph is not None or (self._check_every > 1 and _device_of(span).type not in ON_HOST):
+        if graph is not None or (self._puts_off and _device_of(span).type not in ON_HOST):
             self._defer(call, span, before, graph)
             return
         extent = _read(span)
-        if extent is None or extent.finite or self._allows(call) or _is_view(call, before) or _is_unwritten(call):
+        if (
+            extent is None
+            or extent.finite
+            or self._allows(call.aliases)
+            or _is_view(call, before)
+            or _is_unwritten(call)
+        ):
             return
-        if self._check_every > 1:
+        if self._check_every != 1:
             self.check()  # a device may have made what came in
         found = _operands(call, before)
         operands = {name: read for name, span in found.ranges.items() if (read := _read(span)) is not None}
         with self._lock:
-            written = places(_outputs(call, before), written=before is not None)
-            finding = self._judge(call.record(), extent, operands, found, written, running=True)
+            written = places(_made(call, before), written=before is not None)
+            moment = _Moment(Losses, tuple(getattr(call.owner, "unseen", ())))
+            finding = self._judge(call.record(), extent, operands, found, written, moment)
         if finding is not None:
-            unseen = getattr(call.owner, "unseen", None)
-            if unseen and finding.kind == "came in":
-                finding = self._found[finding.call_kind] = replace(finding, unseen=tuple(unseen))
             self._tell(finding, call, before)
 
-    def _allows(self, call: OpCall) -> bool:
-        return self._allow is not None and any(map(name_test(self._allow), call.aliases))
+    def _allows(self, names: Iterable[str]) -> bool:
+        return self._allow is not None and any(map(name_test(self._allow), names))
 
     def _judge(
         self,
@@ -398,8 +513,7 @@ class NonFinite(Copyable, Shown):
         operands: dict[str, ValueRange],
         found: _InputRanges,
         written: list[MemoryPlace],
-        *,
-        running: bool = False,
+        moment: _Moment | None = None,
     ) -> Finding | None:
         """Decide whether a call makes the values or passes them on; return the finding if it is new."""
         finding = Finding(
@@ -421,7 +535,7 @@ class NonFinite(Copyable, Shown):
         if not self.sees_others:  # then what passes an Inf on was not seen
             overflow = overflow or self._overflow
         if not output.nan and not self._inf:
-            if made and overflow is None and not self._discards(record, running=running):
+            if made and overflow is None and not self._discards(record, moment):
                 self._overflow = self._overflow or finding
             return None
         if not nan and any(extent.nan for extent in found.numbers.values()):
@@ -437,19 +551,21 @@ class NonFinite(Copyable, Shown):
         if self.sees_others and finding.kind == "came in" and torchs_name(record.op) in MOVES:
             return None  # whoever computes with it is told of, and nobody may: padding copies what it then overwrites
         known = finding.call_kind in self._found
-        if not known and self._discards(record, running=running, received=bool(bad)):
+        if not known and self._discards(record, moment, received=bool(bad)):
             return None
         if first is not None:
             self._overflow = None
             self.passed_on += known
+        if moment is not None and finding.kind == "came in":
+            finding = replace(finding, unseen=moment.unseen)
         return None if known else self._found.setdefault(finding.call_kind, finding)
 
-    def _discards(self, record: CallRecord, *, running: bool, received: bool = False) -> bool:
+    def _discards(self, record: CallRecord, moment: _Moment | None, *, received: bool = False) -> bool:
         """Whether a gradient scaler discards what a call made or received; asked only of what is new."""
         if record.phase == "backward":
-            explained = self._scaling.explains_backward(running)
+            explained = self._scaling.explains_backward(None if moment is None else moment.losses())
         else:  # checks that are put off meet another scale, unless they were read before the scale changed
-            explained = received and (running or self.sees_others) and self._scaling.explains_inputs()
+            explained = received and (moment is not None or self.sees_others) and self._scaling.explains_inputs()
         if not explained:
             return False
         self.discarded += 1
@@ -481,7 +597,7 @@ class NonFinite(Copyable, Shown):
             self._action(finding)
 
     def _defer(self, call: OpCall, output: Span, before: _Before | None, graph: GraphResults | None) -> None:
-        if self._allows(call) or _is_view(call, before) or _is_unwritten(call):
+        if self._allows(call.aliases) or _is_view(call, before) or _is_unwritten(call):
             return
         found = _operands(call, before)
         device = _device_of(output)
@@ -492,11 +608,11 @@ class NonFinite(Copyable, Shown):
             known = {name: read for name, span in others.items() if (read := _read(span)) is not None}
             found = found._replace(numbers=found.numbers | known)
         spans = self._lots.put([_on(device, span) for span in (output, *ranges.values())])
-        rest = tuple(ranges), found._replace(ranges={}), places(_outputs(call, before), written=before is not None)
+        rest = tuple(ranges), found._replace(ranges={}), places(_made(call, before), written=before is not None)
         if graph is not None:
-            keep(call, self, lambda lot: (spans.of(lot), *rest))
+            keep(call, self, lambda lot: _Spans(spans.of(lot).read, *rest))
         else:
-            self._put_off(call.record(), (spans, *rest))
+            self._put_off(call.record(), _Spans(spans.read, *rest))
 
     def replayed(self, note: PendingRecord, values: Sequence[_Spans]) -> None:
         """Check the outputs of a call that a CUDA graph repeats."""
@@ -506,35 +622,45 @@ class NonFinite(Copyable, Shown):
     def _put_off(self, record: CallRecord, spans: _Spans) -> None:
         with self._lock:
             self._pending.append((record, spans))
-            due = len(self._pending) >= self._check_every
+            due = len(self._pending) >= (self._check_every or 1)
         if due:
             self.check()
 
     def check(self) -> None:
-        """Look now at the checks that `check_every` has put off; waits for the device.
+        """Look now at the checks that have been put off; waits for the device.
 
         Raises:
             NonFiniteError: A value is not finite, with `action="raise"`.
         """
+        settle(self)
+        self._judge_pending()
+
+    def _judge_pending(self) -> None:
         with self._lock:
             pending, self._pending = self._pending, deque()
         with unwatched():
             self._lots.send()
-        findings = []  # judged first, since an action may raise
-        try:
+        try:  # all are judged first, since an action may raise
             while pending:
-                record, (spans, names, found, written) = pending.popleft()
-                output, *rest = (ValueRange(*ends) for ends in spans.read())
+                record, spans = pending.popleft()
+                output, *rest = (ValueRange(*ends) for ends in spans.ends())
                 if not output.finite:
+                    operands = dict(zip(spans.names, rest, strict=True))
                     with self._lock:
-                        finding = self._judge(record, output, dict(zip(names, rest, strict=True)), found, written)
+                        finding = self._judge(record, output, operands, *spans[2:])
                     if finding is not None:
-                        findings.append(finding)
+                        self._untold.append(finding)
         finally:
             with self._lock:
                 self._pending.extendleft(reversed(pending))  # an interrupt has left them
-        for finding in findings:
-            self._tell(finding, None)
+        if threading.get_ident() not in self._readers:
+            findings, self._untold = self._untold, []
+            for finding in findings:
+                self._tell(finding, None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        _ = self.findings  # judges what has been noted
+        return super().__getstate__()
 
     def exit(self) -> None:
         """Look at the checks that are left."""
@@ -560,7 +686,9 @@ def _where(record: CallRecord) -> str:
 
 def _before(call: OpCall, *, copies: bool) -> _Before | None:
     """Read the tensors that the call is about to write to; None if there are none."""
-    written = list(_tensors(call.written))
+    written = _written(call)
+    if written is None:
+        return None
     ranges: dict[str, Span | None] = {}
     kept: dict[str, torch.Tensor] | None = {}
     known: Overwritten = call.once(OVERWRITTEN, lambda _: [])
@@ -571,8 +699,6 @@ def _before(call: OpCall, *, copies: bool) -> _Before | None:
     op = torchs_name(call.op)
     if op in UPDATES:
         ranges = {name: read(tensor) for name, tensor in call.tensors.items() if name in UPDATED}
-    elif not written:
-        return None
     elif op not in OVERWRITES and (updated := getattr(call.func, "updated", None)) != frozenset():
         for name, tensor in call.tensors.items():
             # A generated kernel says what it updates.
@@ -589,7 +715,6 @@ def _before(call: OpCall, *, copies: bool) -> _Before | None:
 def _operands(call: OpCall, before: _Before | None) -> _InputRanges:
     """Compute the ranges of all inputs of the call."""
     ranges: dict[str, Span] = {}
-    numbers: dict[str, ValueRange] = {}
     unread: list[str] = []
     earlier = {} if before is None else before.ranges
     options = call.options
@@ -605,19 +730,29 @@ def _operands(call: OpCall, before: _Before | None) -> _InputRanges:
             ranges[name] = span
         elif _may_hold(tensor):
             unread.append(name)
+    numbers, missing, packed = _others(options)
+    unread += missing
+    ranges |= {name: span for name, part in packed.items() if (span := _range(part)) is not None}
+    memory = {name: places([tensors[name]]) for name in ranges if name in tensors}
+    inner = call.phase == "backward" and running_node() in MASKS_LATER
+    return _InputRanges(ranges, numbers, tuple(unread), memory, inner)
+
+
+def _others(options: Mapping[str, Any]) -> tuple[dict[str, ValueRange], tuple[str, ...], dict[str, Any]]:
+    """Of other arguments, the numbers that are not finite, the names of what is not readable, and packed tensors."""
+    numbers: dict[str, ValueRange] = {}
+    unread: list[str] = []
+    packed: dict[str, Any] = {}
     for name, value in options.items():
         if isinstance(value, torch.ScriptObject):
             parts = _unpacked(value)
             if parts is None:
                 unread.append(name)
             else:
-                spans = {f"{name}[{place}]": _range(part) for place, part in enumerate(parts)}
-                ranges |= {part: span for part, span in spans.items() if span is not None}
+                packed |= {f"{name}[{place}]": part for place, part in enumerate(parts)}
         elif (extent := _worst(value)) is not None:
             numbers[name] = extent
-    memory = {name: places([tensors[name]]) for name in ranges if name in tensors}
-    inner = call.phase == "backward" and running_node() in MASKS_LATER
-    return _InputRanges(ranges, numbers, tuple(unread), memory, inner)
+    return numbers, tuple(unread), packed
 
 
 def _may_hold(tensor: torch.Tensor) -> bool:
@@ -645,15 +780,28 @@ def _worst(value: Any) -> ValueRange | None:
     return None
 
 
-def _outputs(call: OpCall, before: _Before | None) -> list[torch.Tensor]:
+def _written(call: OpCall) -> list[torch.Tensor] | None:
+    """The tensors of the caller that the call writes to, as far as its schema says so; None if it writes to none."""
+    written = list(_tensors(call.written))
+    return written if written or torchs_name(call.op) in UPDATES else None
+
+
+def _made(call: OpCall, before: _Before | None) -> list[torch.Tensor]:
+    return _outputs(call, None if before is None else before.written)
+
+
+def _outputs(call: OpCall, written: Sequence[torch.Tensor] | None) -> list[torch.Tensor]:
     """The outputs that the program gets from the call, and the tensors that the call wrote to."""
     found = list(_tensors(call.output))
-    if len(found) > 1:  # what serves the backward pass may rightly hold -inf, and memory that is never read
-        is_attention = row_of(call.func).family == "attention" and not call.op.endswith("_backward")
-        del found[FOR_PROGRAM.get(call.op, 1 if is_attention else len(found)) :]
-    if before is not None:
-        found += [target for target in before.written if not any(target is output for output in found)]
+    if len(found) > 1:
+        del found[results_of(call.op, row_of(call.func).family) or len(found) :]
+    if written is not None:
+        found += [target for target in written if not any(target is output for output in found)]
     return found
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and bool(argument.alias_info.is_write)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -729,6 +877,21 @@ def _whole(tensors: list[torch.Tensor]) -> Span | None:
         )
     low, high = torch.stack([_on(_device_of(there[0]), span) for span in spans]).unbind(1)
     return torch.stack([low.amin(), high.amax()])
+
+
+def _joined(ranges: Sequence[Range]) -> ValueRange | None:
+    """The common range of several tensors; None if none of them was read."""
+    known = [(low, high) for low, high, _ in ranges if low is not None and high is not None]
+    if not known:
+        return None
+    nan = any(math.isnan(low) for low, _ in known)
+    return ValueRange(math.nan, math.nan) if nan else ValueRange(min(k[0] for k in known), max(k[1] for k in known))
+
+
+def _places(ranges: Iterable[Range], written: bool = False) -> list[MemoryPlace]:
+    """As `places`, of tensors that kernels have read."""
+    known = [place for _, _, place in ranges if place is not None]
+    return [MemoryPlace((torch.device(of), number), version, written, kept) for of, number, kept, version in known]
 
 
 def _device_of(span: Span) -> torch.device:

@@ -106,9 +106,7 @@ def bound_of_launches(name: str) -> Bound | None:
     One for each call that is noted. The first calls, which hooks see in Python, take one for each tensor, as do all of
     which a run keeps tensors.
     """
-    if name == "NonFinite()":
-        return NOTED._replace(waits=1)
-    if name.startswith(("Stats", 'RunRecorder(path, "stats"')):
+    if name.startswith(("Stats", "NonFinite()", 'RunRecorder(path, "stats"')):
         return NOTED
     return SHOWN if name.startswith(('RunRecorder(path, "sample"', 'RunRecorder(path, "full"')) else None
 

@@ -25,14 +25,14 @@ from opintercept._engines.overloads import Overloads
 from opintercept._native import build, library, values
 from opintercept._ops import slots
 from opintercept._ops.families import makes_values
-from opintercept._ops.scratch import OVERWRITES, UPDATED, UPDATES, torchs_name
+from opintercept._ops.scratch import OVERWRITES, UPDATED, UPDATES, results_of, torchs_name
 from opintercept._ops.table import exact
 from opintercept._ops.table import overloads as overloads_of
 from opintercept._origin import links, stack
 
 # Methods of `Pipeline`.
 _CALLED = (
-    *("beside_kernel", "deliver", "flush", "forward_of", "lasting_call_site"),
+    *("begin_backward", "beside_kernel", "deliver", "flush", "forward_of", "lasting_call_site"),
     *("link", "link_in_function", "number_of"),
 )
 
@@ -107,7 +107,8 @@ def _rings_of(watch: scope.Watch, overload: torch._ops.OpOverload) -> tuple[Any,
         The rings of the pipelines that see it; whether it is opaque; the places of its operands; those of other
         arguments with tensors that it reads, with their slots in a record, or -1 for the next free ones; the places of
         the arguments that it writes to, and of those among them that it reads; whether its outputs are views or
-        uninitialised, which nobody reads; and whether it has a row in the tables of products and convolutions.
+        uninitialised, which nobody reads; whether it has a row in the tables of products and convolutions; and how many
+        tensors among its outputs are for the program.
     """
     row = watch.row
     rings = tuple(pipeline.queue.ring for pipeline in watch.pipelines if pipeline.queue is not None)
@@ -122,6 +123,8 @@ def _rings_of(watch: scope.Watch, overload: torch._ops.OpOverload) -> tuple[Any,
         for i, a in enumerate(schema.arguments)
         if (a.alias_info is not None and a.alias_info.is_write) or (short in UPDATES and a.name in UPDATED)
     )
+    if any(short in getattr(hook, "must_see", ()) for pipeline in watch.pipelines for hook in pipeline.hooks):
+        return None
     if written and not _OF_UNKNOWN_SIZE.isdisjoint(overload.tags):
         return None
     if any("List" in str(schema.arguments[place].type) for place, _ in row.roles.values()):
@@ -137,13 +140,15 @@ def _rings_of(watch: scope.Watch, overload: torch._ops.OpOverload) -> tuple[Any,
         if "Tensor" in str(a.type) and not a.is_out and i not in places and (i in read or i not in written)
     )
     unread = not makes_values(overload)
-    return rings, row.opaque, places, others, written, read, unread, row.family != "other"
+    results = results_of(row.name, row.family)
+    return rings, row.opaque, places, others, written, read, unread, row.family != "other", results or _ALL
 
 
 def _is_one_tensor(argument: torch._C.Argument) -> bool:
     return str(argument.type) in ("Tensor", "Optional[Tensor]")
 
 
+_ALL = 1 << 30
 _OF_UNKNOWN_SIZE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
@@ -174,6 +179,10 @@ class CompiledEngine(kernels.KernelEngine):
         """A kernel in C++."""
         return load().installation(name, overloads)
 
+    def awaited(self) -> Overloads:
+        """What changes the scale of a loss, by which hooks judge what the backward pass has made."""
+        return _awaited()
+
     def running(self) -> int:
         """How many kernels in C++ are on the stack of this thread."""
         return load().running()
@@ -191,6 +200,11 @@ class CompiledEngine(kernels.KernelEngine):
     def signature_of(self) -> Callable[..., Any]:
         """The same in C++."""
         return load().signature_of
+
+
+@functools.cache
+def _awaited() -> Overloads:
+    return {each.name(): each for each in overloads_of("aten::_amp_update_scale_")}
 
 
 ENGINE = CompiledEngine("compiled")

@@ -99,6 +99,11 @@ bool opintercept::in_backward() {
   return torch::autograd::get_current_graph_task_id() != -1;
 }
 
+std::pair<int64_t, std::string> opintercept::running_node() {
+  auto node = torch::autograd::get_current_node();
+  return {torch::autograd::get_current_graph_task_id(), node == nullptr ? std::string() : node->name()};
+}
+
 bool opintercept::is_cast(const at::Tensor* lhs) {
   int depth = at::autocast::increment_nesting() - 1;
   at::autocast::decrement_nesting();

@@ -13,6 +13,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace opintercept {
@@ -59,6 +60,7 @@ extern size_t prepared; // how many overloads there are
 ScopePtr shared(PyObject* scope);
 PyObject* object_of(const ScopePtr& scope); // borrowed
 bool in_backward(); // whether autograd runs a graph
+std::pair<int64_t, std::string> running_node(); // the graph, or -1, and the name of the node, as autograd has it
 bool is_cast(const at::Tensor* lhs); // `_origin.autocast.autocast_below`
 
 // Puts the scope for hooks in place of that of the thread. Hooks of several greenlets of a thread may run by turns, so

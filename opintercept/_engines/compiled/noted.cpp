@@ -18,6 +18,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <optional>
 #include <unordered_map>
 
 namespace {
@@ -27,7 +28,7 @@ using namespace opintercept;
 // See `set_up_notes`.
 PyObject *state, *rings_of_watch;
 PyObject *number_of_name, *lasting_call_site_name, *link_name, *forward_of_name, *beside_kernel_name, *deliver_name,
-    *flush_name, *link_in_function_name;
+    *flush_name, *link_in_function_name, *begin_backward_name;
 Slot state_everywhere, scope_everywhere, scope_carried, scope_notes, watch_row, watch_hidden;
 
 struct Entry {
@@ -41,6 +42,7 @@ struct Entry {
   bool opaque = false; // then each call becomes a row, to be counted
   bool unread = false; // whether it makes no values, as `_ops.families.makes_values` says
   bool in_table = true; // and not one of those that `ops="all"` adds
+  int results = 0; // how many of its tensors are for the program, see `_ops.scratch.FOR_PROGRAM`
   PyObject* row = nullptr;
   PyObject* hidden_scope = nullptr; // the watch owns it, and the scope the watch
   ScopePtr hidden;
@@ -133,6 +135,23 @@ struct Part {
   }
 };
 
+// Calls `use` for each tensor of an argument or output, in lists too, but not for the numbers of the program.
+template <typename Use>
+void each_tensor(const c10::IValue& value, const Use& use) {
+  if (value.isList()) {
+    for (const c10::IValue& item : value.toListRef()) {
+      each_tensor(item, use);
+    }
+  } else if (
+      value.isTensor() && value.toTensor().defined() && !value.toTensor().unsafeGetTensorImpl()->is_wrapped_number()) {
+    use(value.toTensor());
+  }
+}
+
+bool holds(const std::vector<size_t>& places, size_t place) {
+  return std::find(places.begin(), places.end(), place) != places.end();
+}
+
 const c10::StorageImpl* storage_of(const at::Tensor& tensor) { // null where there is none
   return tensor.defined() && tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
 }
@@ -174,6 +193,9 @@ struct NotedCall {
   bool backward = false;
   double elapsed = 0;
   std::vector<std::pair<at::Tensor, Ends>> before; // the range of what the call overwrites
+  Ranges ranges{}; // of what it overwrites, while a device reads them; if they are judged later, of all that it reads
+  bool later = false; // whether hooks look for values that are not finite, and are told once a device has read them
+  std::pair<int64_t, std::string> node{-1, {}}; // what autograd runs, if so
 
   ~NotedCall() {
     for (Part& part : parts) {
@@ -259,9 +281,8 @@ struct NotedCall {
     const Plan& plan = part.plan();
     const Target* target = plan.has_target ? &plan.target : nullptr;
     if (!tensor.is_cpu() && tensor.numel() != 0) {
-      // The key and the value of attention may be a cache, which operators of others write without a new version.
-      const bool lasts = entry.in_table && role < OUTPUT && entry.positions[VALUE] < 0;
-      found.known = part.launch.takes(tensor, plan.hashed, target, found.pending, lasts);
+      const bool lasting = entry.in_table && role < OUTPUT && lasts(tensor);
+      found.known = part.launch.takes(tensor, plan.hashed, target, found.pending, lasting);
       return found.known;
     }
     found.known =
@@ -413,7 +434,9 @@ struct NotedCall {
 
   // Shows the hooks a call in Python, before it runs, which returns the call, or once it has, which returns what they
   // learn. Of a call that has a row, only those that look whether values are finite.
-  PyObject* show(Part& part, bool ran, PyObject* output, PyObject* exception, bool has_row = false) {
+  // With `judged`, those are told later.
+  PyObject* show(
+      Part& part, bool ran, PyObject* output, PyObject* exception, bool has_row = false, bool judged = false) {
     Hidden hooks(entry.hidden, entry.hidden_scope, scope);
     HandedOver checked(part.checked.get());
     bool again = part.begun != nullptr;
@@ -447,6 +470,7 @@ struct NotedCall {
         exception,
         seconds.get(),
         has_row ? Py_True : Py_False,
+        judged ? Py_True : Py_False,
         nullptr));
   }
 
@@ -476,68 +500,139 @@ struct NotedCall {
   bool reads_written() const {
     std::vector<const c10::StorageImpl*> memory;
     for (size_t place : entry.written) {
-      add_storages(memory, values[place]);
+      each_tensor(values[place], [&](const at::Tensor& tensor) { memory.push_back(storage_of(tensor)); });
     }
+    bool found = false;
     for (size_t i = 0; i < overload.count; i++) {
-      if (std::find(entry.written.begin(), entry.written.end(), i) != entry.written.end()) {
-        continue;
+      if (!holds(entry.written, i)) {
+        each_tensor(values[i], [&](const at::Tensor& tensor) {
+          const auto* own = storage_of(tensor);
+          found = found || (own != nullptr && std::find(memory.begin(), memory.end(), own) != memory.end());
+        });
       }
-      std::vector<const c10::StorageImpl*> own;
-      add_storages(own, values[i]);
-      for (const auto* each : own) {
-        if (each != nullptr && std::find(memory.begin(), memory.end(), each) != memory.end()) {
-          return true;
+    }
+    return found;
+  }
+
+  // Looks for values that are not finite in what the call is about to overwrite. False if there are any, or if that
+  // cannot be told: then hooks look themselves. If they are told later, begins to read all arguments instead.
+  bool look_before() {
+    return !writes() || entry.unread || (take_arguments(0) && ranges.start() && (later || settle_before()));
+  }
+
+  bool take_arguments(size_t more) { // and then so many others in the same launch
+    size_t count = 0;
+    for (size_t i = 0; i < overload.count; i++) {
+      each_tensor(values[i], [&](const at::Tensor&) { count++; });
+    }
+    ranges.placed = later;
+    ranges.expect(count + more);
+    bool taken = true;
+    for (size_t i = 0; i < overload.count; i++) {
+      const bool is_read = holds(entry.overwritten, i) || (later && !holds(entry.written, i));
+      each_tensor(values[i], [&](const at::Tensor& tensor) {
+        if (is_read) {
+          taken = taken && ranges.take(tensor, lasts(tensor) && !holds(entry.written, i));
+        } else {
+          ranges.add(tensor);
         }
+      });
+    }
+    ranges.arguments = count;
+    return taken;
+  }
+
+  // Whether a launch may take it for what it was if it seems to be. The key and the value of attention may be a cache,
+  // which operators of others write without a new version.
+  bool lasts(const at::Tensor& tensor) const {
+    return entry.positions[VALUE] < 0 && (entry.in_table || (tensor.is_leaf() && tensor.requires_grad()));
+  }
+
+  // Keeps the ranges of what the call overwrites for hooks. Returns whether they are finite.
+  bool settle_before() {
+    bool finite = ranges.settle();
+    size_t number = 0;
+    for (size_t i = 0; i < overload.count; i++) {
+      each_tensor(values[i], [&](const at::Tensor& tensor) {
+        const Range& range = ranges.all()[number++];
+        if (range.is_read && holds(entry.overwritten, i)) {
+          before.emplace_back(tensor, range.ends);
+          finite = finite && range.ends.are_finite();
+        }
+      });
+    }
+    ranges = {};
+    return finite;
+  }
+
+  // The same of the outputs, once the operator has run.
+  bool look_after(const c10::IValue* outputs, size_t count) {
+    if (entry.unread) {
+      return true;
+    }
+    const Results results = results_of(outputs, count);
+    if (later) {
+      const bool is_judged = writes() || !(results.empty() || is_view(*results[0].first));
+      if (is_judged && (writes() || take_arguments(results.size())) && take(ranges, results) && ranges.start()) {
+        return true;
+      }
+      later = false;
+      if (!is_judged) {
+        return true;
+      }
+      if (writes()) {
+        settle_before();
       }
     }
-    return false;
+    ranges = {};
+    Ranges now;
+    return take(now, results) && now.start() && now.settle() && now.are_finite();
   }
 
-  static void add_storages(std::vector<const c10::StorageImpl*>& found, const c10::IValue& value) {
-    if (value.isList()) {
-      for (const c10::IValue& item : value.toListRef()) {
-        add_storages(found, item);
+  using Results = c10::SmallVector<std::pair<const at::Tensor*, int>, 4>; // with the argument that each is, or -1
+
+  // What the call has made for the program, and what it has written to.
+  Results results_of(const c10::IValue* outputs, size_t count) const {
+    Results found;
+    for (size_t i = 0; i < count && (writes() || !entry.unread); i++) {
+      each_tensor(outputs[i], [&](const at::Tensor& tensor) {
+        if (static_cast<int>(found.size()) < entry.results) {
+          found.emplace_back(&tensor, -1);
+        }
+      });
+    }
+    int number = 0;
+    const size_t returned = found.size();
+    for (size_t i = 0; i < overload.count && writes(); i++) {
+      each_tensor(given[i], [&](const at::Tensor& tensor) {
+        auto is_same = [&](const auto& each) { return each.first->is_same(tensor); };
+        if (holds(entry.written, i) && std::none_of(found.begin(), found.begin() + returned, is_same)) {
+          found.emplace_back(&tensor, number);
+        }
+        number++;
+      });
+    }
+    return found;
+  }
+
+  bool take(Ranges& into, const Results& results) const {
+    into.expect(results.size());
+    return std::all_of(results.begin(), results.end(), [&](const auto& each) {
+      if (!writes() && !later && is_view(*each.first)) {
+        return true;
       }
-    } else if (value.isTensor()) {
-      found.push_back(storage_of(value.toTensor()));
-    }
+      const bool taken = into.take(*each.first);
+      into.last().argument = each.second;
+      return taken;
+    });
   }
 
-  // As `find_range`, on a device, which is waited for.
-  static bool find_range_there(const at::Tensor& tensor, Ends& ends) {
-    if (tensor.numel() == 0) {
-      return true;
-    }
-    device::Launch launch;
-    device::Pending pending;
-    Sums sums;
-    uint64_t hash;
-    if (!launch.takes(tensor, false, nullptr, pending) || !launch.start() || !device::wait_for(pending, sums, hash)) {
-      return false;
-    }
-    ends = sums.finite == sums.count ? Ends{sums.low, sums.high} : Ends{};
-    return true;
-  }
-
-  // Whether what the call overwrites is finite now, as far as that can be told. Keeps the ranges for hooks.
-  bool overwrites_finite(const c10::IValue& value) {
-    if (value.isList()) {
-      auto items = value.toListRef();
-      return std::all_of(items.begin(), items.end(), [&](const c10::IValue& item) { return overwrites_finite(item); });
-    }
-    if (!value.isTensor() || !value.toTensor().defined()) {
-      return true;
-    }
-    const at::Tensor& tensor = value.toTensor();
-    if (c10::isIntegralType(tensor.scalar_type(), true)) {
-      return true;
-    }
-    Ends ends{0, 0};
-    if (!(tensor.is_cpu() ? find_range(tensor, ends) : find_range_there(tensor, ends)) || !ends.are_finite()) {
-      return false;
-    }
-    before.emplace_back(tensor, ends);
-    return true;
+  // Whether an output lies in the memory of an argument, which has been read where it was made.
+  bool is_view(const at::Tensor& output) const {
+    const auto* memory = storage_of(output);
+    return memory != nullptr && std::any_of(given.begin(), given.end(), [&](const c10::IValue& value) {
+             return value.isTensor() && storage_of(value.toTensor()) == memory;
+           });
   }
 };
 
@@ -580,74 +675,6 @@ struct Key {
 };
 
 thread_local std::string Key::kept;
-
-// Looks for values that are not finite: at once on the host, and in one launch on a device.
-class FiniteLook {
- public:
-  // False if it is not known that all values are finite.
-  bool take(const c10::IValue& value) {
-    if (value.isList()) {
-      auto items = value.toListRef();
-      return std::all_of(items.begin(), items.end(), [this](const c10::IValue& item) { return take(item); });
-    }
-    if (!value.isTensor() || !value.toTensor().defined()) {
-      return true;
-    }
-    const at::Tensor& tensor = value.toTensor();
-    if (c10::isIntegralType(tensor.scalar_type(), true)) {
-      return true;
-    }
-    if (!tensor.is_cpu()) {
-      return tensor.numel() == 0 || launches(tensor) || (launch.size() != 0 && are_finite() && launches(tensor));
-    }
-    Ends ends{0, 0};
-    return find_range(tensor, ends) && ends.are_finite();
-  }
-
-  // Waits for the device. False likewise, of what was taken before.
-  bool are_finite() {
-    bool found = launch.size() == 0 || launch.start();
-    for (size_t i = 0; i < launch.size(); i++) {
-      Sums sums;
-      uint64_t hash;
-      found = device::wait_for(pending[i], sums, hash) && sums.finite == sums.count && found;
-    }
-    launch = {};
-    return found;
-  }
-
- private:
-  bool launches(const at::Tensor& tensor) {
-    return launch.size() < pending.size() && launch.takes(tensor, false, nullptr, pending[launch.size()]);
-  }
-
-  device::Launch launch;
-  std::array<device::Pending, ROLES> pending;
-};
-
-// Whether an output lies in the memory of an argument, which has been read where it was made.
-bool is_view(const NotedCall& call, const c10::IValue& output) {
-  const auto* memory = output.isTensor() ? storage_of(output.toTensor()) : nullptr;
-  return memory != nullptr && std::any_of(call.given.begin(), call.given.end(), [&](const c10::IValue& value) {
-           return value.isTensor() && storage_of(value.toTensor()) == memory;
-         });
-}
-
-bool is_finite_after(const NotedCall& call, const c10::IValue* outputs, size_t count) {
-  if (call.entry.unread) {
-    return true;
-  }
-  FiniteLook look;
-  if (call.writes()) { // what it returns are the tensors that it has written to, or its own
-    for (size_t place : call.entry.written) {
-      if (!look.take(call.given[place])) {
-        return false;
-      }
-    }
-  }
-  auto is_taken = [&](const c10::IValue& output) { return is_view(call, output) || look.take(output); };
-  return std::all_of(outputs, outputs + count, is_taken) && look.are_finite();
-}
 
 // What the outputs say. Returns whether the pipeline's hooks have to see the call.
 bool look_at_outputs(
@@ -706,6 +733,9 @@ bool put_row(NotedCall& call, Part& part, std::string& key) {
     call.count(part);
     return true;
   }
+  if (!part.noted && call.later && !part.ring->knows(part.known, key)) {
+    return false;
+  }
   part.row.elapsed = call.elapsed;
   bool half_full = false;
   bool written = call.write(part, key);
@@ -730,20 +760,39 @@ bool put_row(NotedCall& call, Part& part, std::string& key) {
 }
 
 // Puts the row of a call that has run into the ring, or shows the call to the hooks.
-void tell(NotedCall& call, Part& part, std::string& key, size_t described, const Stack& stack, size_t count) {
+void tell(
+    NotedCall& call, Part& part, std::string& key, size_t described, const Stack& stack, size_t count, bool finite,
+    bool is_last) {
   const c10::IValue* outputs = stack.data() + stack.size() - count;
-  bool finite = !part.plan().finite || is_finite_after(call, outputs, count);
+  const bool later = call.later && part.plan().finite;
   bool noted = (finite || call.writes()) && !look_at_outputs(call, part, key, described, outputs, count) &&
       part.begun == nullptr && put_row(call, part, key);
-  if (noted && finite) {
-    return;
+  std::optional<Unjudged> unjudged;
+  bool judged = false;
+  if (later) {
+    unjudged.emplace(part.known, part.row, call.node.first, call.node.second);
+    unjudged->ranges = is_last ? std::move(call.ranges) : call.ranges.shared();
+    judged = noted && part.ring->put(key, *unjudged);
   }
-  Locked locked;
-  THPObjectPtr output(outputs_to_python(call.overload, stack, count));
-  THPObjectPtr look(call.show(part, true, output.get(), Py_None, noted));
-  part.begun.reset();
-  if (look.get() != Py_None && part.described) {
-    part.ring->remember_look(part.known, key, look.get(), number_in(PyTuple_GET_ITEM(look.get(), 3)));
+  if (!noted || !(later ? judged : finite)) {
+    Locked locked;
+    if (noted && later) { // hooks have to see such calls themselves
+      call.ranges = unjudged->ranges.shared();
+      call.settle_before();
+    }
+    THPObjectPtr output(outputs_to_python(call.overload, stack, count));
+    THPObjectPtr look(call.show(part, true, output.get(), Py_None, noted, later && !noted));
+    part.begun.reset();
+    if (look.get() != Py_None && part.described) {
+      part.ring->remember_look(part.known, key, look.get(), number_in(PyTuple_GET_ITEM(look.get(), 3)));
+    }
+    if (look.get() != Py_None && later && !noted) {
+      part.ring->put(key, *unjudged, look.get());
+    }
+  }
+  if (later && part.ring->has_odd(false)) {
+    Locked locked;
+    THPObjectPtr(flush(call, part, Py_True));
   }
 }
 
@@ -766,7 +815,7 @@ bool opintercept::ran_noted(
   if (call.backward && (recording || is_recompute())) {
     return false; // may be a forward call, or be recorded as one
   }
-  bool links = false, on_host = false, reads = false, settings = false, finite = false;
+  bool links = false, on_host = false, reads = false, settings = false, finite = false, at_once = false;
   for (Ring* ring : entry->rings) {
     GenerationPtr known = ring->current();
     if (known == nullptr) {
@@ -779,13 +828,22 @@ bool opintercept::ran_noted(
     reads = reads || plan.reads_any();
     settings = settings || plan.settings;
     finite = finite || plan.finite;
+    at_once = at_once || (plan.finite && !plan.later);
     call.parts.push_back(
         Part{ring, std::move(known), noted, noted || plan.writes != nullptr, {}, nullptr, nullptr, false, {}, {}});
   }
   const bool in_function = links && !recording && !call.backward &&
       !c10::AutogradState::get_tls_state().get_fw_grad_mode() && !c10::InferenceMode::is_enabled();
+  if (finite && !at_once && !entry->unread) { // not for what computes on the host alone
+    bool there = false, here = false;
+    for (size_t i = 0; i < count; i++) {
+      each_tensor(call.values[i], [&](const at::Tensor& tensor) { (tensor.is_cpu() ? here : there) = true; });
+    }
+    call.later = there || !here;
+  }
   bool describes = false, fractions = entry->in_table;
-  for (const Part& part : call.parts) {
+  for (Part& part : call.parts) {
+    part.rows = part.rows || (call.later && part.plan().finite);
     describes = describes || part.rows;
     fractions = fractions || part.plan().writes != nullptr;
     if (call.writes() && part.plan().checker != nullptr && entry->in_table) {
@@ -839,17 +897,24 @@ bool opintercept::ran_noted(
       return false; // Python waits for the writer
     }
   }
-  if (finite && call.writes() && call.reads_written()) {
+  if (finite && ((call.writes() && call.reads_written()) || !call.look_before())) {
     return false; // hooks read what is about to change
-  }
-  for (size_t place : entry->overwritten) {
-    if (finite && !call.overwrites_finite(call.values[place])) {
-      return false; // hooks read it before the operator runs
-    }
   }
   for (Part& part : call.parts) {
     if (call.writes() && !NotedCall::launch(part)) { // reads what is about to change
       return false;
+    }
+  }
+  if (call.later && call.backward) {
+    call.node = running_node();
+    for (Part& part : call.parts) {
+      if (part.plan().finite && part.ring->task.exchange(call.node.first) != call.node.first) {
+        Locked locked;
+        Hidden hooks(entry->hidden, entry->hidden_scope, saved);
+        THPObjectPtr task(check(PyLong_FromLongLong(call.node.first)));
+        THPObjectPtr(
+            check(PyObject_CallMethodObjArgs(pipeline_of(part.ring), begin_backward_name, task.get(), nullptr)));
+      }
     }
   }
   int64_t began = nanoseconds_since_1970(), thread = this_thread();
@@ -886,8 +951,11 @@ bool opintercept::ran_noted(
   }
   call.elapsed = seconds_since(started);
   call.values = call.given.data();
-  for (Part& part : call.parts) {
-    tell(call, part, key.text, described, *stack, returns);
+  const bool known = !finite || call.look_after(stack->data() + stack->size() - returns, returns);
+  for (size_t i = 0; i < call.parts.size(); i++) {
+    Part& part = call.parts[i];
+    const bool is_last = i + 1 == call.parts.size();
+    tell(call, part, key.text, described, *stack, returns, known || !part.plan().finite, is_last);
   }
   return true;
 }
@@ -913,10 +981,10 @@ bool opintercept::remember(const Overload& overload, PyObject* scope, PyObject* 
   if (found.get() != Py_None) {
     auto made = std::make_unique<Entry>();
     PyObject *rings, *positions, *others, *written, *overwritten;
-    int opaque, unread, in_table;
+    int opaque, unread, in_table, results;
     if (!PyArg_ParseTuple(
             found.get(),
-            "O!pO!O!O!O!pp",
+            "O!pO!O!O!O!ppi",
             &PyTuple_Type,
             &rings,
             &opaque,
@@ -929,12 +997,14 @@ bool opintercept::remember(const Overload& overload, PyObject* scope, PyObject* 
             &PyTuple_Type,
             &overwritten,
             &unread,
-            &in_table)) {
+            &in_table,
+            &results)) {
       check(nullptr);
     }
     made->opaque = opaque;
     made->unread = unread;
     made->in_table = in_table;
+    made->results = results;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(rings); i++) {
       made->rings.push_back(ring_of(PyTuple_GET_ITEM(rings, i)));
     }
@@ -990,6 +1060,7 @@ PyObject* opintercept_set_up_notes(PyObject*, PyObject* args) {
   deliver_name = PyUnicode_InternFromString("deliver");
   flush_name = PyUnicode_InternFromString("flush");
   link_in_function_name = PyUnicode_InternFromString("link_in_function");
+  begin_backward_name = PyUnicode_InternFromString("begin_backward");
   NotesType.tp_basicsize = sizeof(Notes);
   NotesType.tp_flags = Py_TPFLAGS_DEFAULT;
   NotesType.tp_dealloc = free_notes;

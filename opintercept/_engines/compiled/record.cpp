@@ -13,6 +13,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 
+#include <cmath>
 #include <string>
 
 namespace {
@@ -124,7 +125,7 @@ bool look_at_wrapped(std::string& key, const at::Tensor& number, bool fractions)
     return false;
   }
   put(key, 'w', number.scalar_type());
-  if (!fractions && c10::isFloatingType(number.scalar_type())) {
+  if (!fractions && number.scalar_type() == c10::kDouble && std::isfinite(*number.const_data_ptr<double>())) {
     return true;
   }
   key.append(static_cast<const char*>(number.const_data_ptr()), number.itemsize());
@@ -163,7 +164,7 @@ bool opintercept::look_at(std::string& key, const c10::IValue& value, bool fract
     return true;
   }
   if (value.isDouble()) {
-    put(key, 'f', fractions ? value.toDouble() : 0.0);
+    put(key, 'f', fractions || !std::isfinite(value.toDouble()) ? value.toDouble() : 0.0);
     return true;
   }
   if (value.isIntList()) {

@@ -9,7 +9,7 @@
 namespace opintercept {
 
 // Add to a key what tells calls with this argument from those that do not look alike. False for a value that the key
-// cannot describe. `fractions` says whether numbers with a fraction tell calls apart.
+// cannot describe. `fractions` says whether numbers with a fraction tell calls apart; those that are not finite do.
 bool look_at(std::string& key, const c10::IValue& value, bool fractions = true);
 
 // The same of an output, of which a number is not told.

@@ -244,6 +244,42 @@ bool Ring::write(
   return plan.writes->put(row, values, plan.written, signature, site);
 }
 
+bool Ring::put(const std::string& key, Unjudged& call, PyObject* look) {
+  std::lock_guard lock(mutex);
+  const Generation& known = *call.known;
+  if (look == nullptr) {
+    uint32_t number = look_of(call.known, key);
+    if (number == UNKNOWN) {
+      return false;
+    }
+    call.look = known.looks[number];
+  } else {
+    call.look = look;
+    call.owned = {Py_NewRef(look)};
+  }
+  if (PyTuple_GET_ITEM(call.look, 4) == Py_None) {
+    return false;
+  }
+  call.place = call.row.place == UNKNOWN ? nowhere : known.places[call.row.place];
+  call.unseen = unseen.load(std::memory_order_relaxed);
+  unjudged.push_back(std::move(call));
+  return true;
+}
+
+bool Ring::has_odd(bool any) {
+  std::vector<Unjudged> over; // freed without the mutex, since that may run Python code
+  std::lock_guard lock(mutex);
+  while (!unjudged.empty() && unjudged.front().ranges.has_arrived()) {
+    unjudged.front().ranges.settle();
+    if (!unjudged.front().ranges.are_finite()) {
+      return true;
+    }
+    over.push_back(std::move(unjudged.front()));
+    unjudged.pop_front();
+  }
+  return any && !unjudged.empty();
+}
+
 void Ring::suspend() {
   std::lock_guard lock(mutex);
   suspended = true;
@@ -271,6 +307,7 @@ void Ring::forget_parent() {
   new (&mutex) std::mutex; // another thread of the parent may have held it
   new (&left_mutex) std::mutex;
   filled = 0;
+  unjudged.clear();
   if (generation != nullptr && generation->plan->checker != nullptr) {
     generation->plan->checker->forget_parent();
   }
@@ -381,6 +418,81 @@ PyObject* Ring::take(bool waits) {
   return in_python(*known->plan, row, values, look, place);
 }
 
+namespace {
+
+// (smallest, largest, place), with two Nones for what is not read; the place is (device, storage, what keeps its number,
+// version), or None
+PyObject* in_python(const Range& range) {
+  using Weak = c10::weak_intrusive_ptr<c10::StorageImpl>;
+  THPObjectPtr place(Py_NewRef(Py_None));
+  if (range.place) {
+    auto weak = std::make_unique<Weak>(range.place->storage);
+    PyObject* holder = check(PyCapsule_New(weak.get(), nullptr, [](PyObject* capsule) {
+      delete static_cast<Weak*>(PyCapsule_GetPointer(capsule, nullptr));
+    }));
+    PyObject* number = PyLong_FromVoidPtr(weak.release()->_unsafe_get_target());
+    const int64_t version = range.place->version;
+    place = check(Py_BuildValue(
+        "(sNNN)",
+        range.place->device.str().c_str(),
+        number,
+        holder,
+        version < 0 ? Py_NewRef(Py_None) : PyLong_FromLongLong(version)));
+  }
+  return check(
+      range.is_read ? Py_BuildValue("(ddO)", range.ends.low, range.ends.high, place.get())
+                    : Py_BuildValue("(OOO)", Py_None, Py_None, place.get()));
+}
+
+// (arguments, outputs, what was written to arguments by their numbers, node, task, unseen), see `_core.in_kernel.CallRanges`
+PyObject* in_python(const Unjudged& call) {
+  THPObjectPtr arguments(check(PyList_New(0))), outputs(check(PyList_New(0))), written(check(PyDict_New()));
+  const auto& all = call.ranges.all();
+  for (size_t i = 0; i < all.size(); i++) {
+    THPObjectPtr range(in_python(all[i]));
+    if (all[i].argument >= 0) {
+      THPObjectPtr number(check(PyLong_FromLong(all[i].argument)));
+      PyDict_SetItem(written.get(), number.get(), range.get());
+    } else {
+      PyList_Append(i < call.ranges.arguments ? arguments.get() : outputs.get(), range.get());
+    }
+  }
+  return check(Py_BuildValue(
+      "(OOOsLL)",
+      arguments.get(),
+      outputs.get(),
+      written.get(),
+      call.node.c_str(),
+      static_cast<long long>(call.task),
+      static_cast<long long>(call.unseen)));
+}
+
+} // namespace
+
+PyObject* Ring::take_odd(bool waits) {
+  while (true) {
+    std::optional<Unjudged> oldest;
+    {
+      std::lock_guard lock(mutex);
+      if (unjudged.empty() || (!waits && !unjudged.front().ranges.has_arrived())) {
+        Py_RETURN_NONE;
+      }
+      oldest.emplace(std::move(unjudged.front()));
+      unjudged.pop_front();
+    }
+    PyThreadState* state = PyEval_SaveThread();
+    oldest->ranges.settle();
+    PyEval_RestoreThread(state);
+    if (oldest->ranges.are_finite()) {
+      continue;
+    }
+    THPObjectPtr seen(in_python(*oldest));
+    THPObjectPtr note(
+        check(in_python(*oldest->known->plan, oldest->row, {}, Py_NewRef(oldest->look), Py_NewRef(oldest->place))));
+    return Py_BuildValue("(OOO)", PyTuple_GET_ITEM(note.get(), 0), seen.get(), PyTuple_GET_ITEM(oldest->look, 4));
+  }
+}
+
 Chunk::~Chunk() {
   for (size_t i = 0; known != nullptr && i < size(); i++) {
     drop_row(*known->plan, rows.data() + i * stride(*known->plan));
@@ -477,6 +589,11 @@ PyObject* set_step(PyObject* self, PyObject* number) {
   return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None);
 }
 
+PyObject* set_unseen(PyObject* self, PyObject* count) {
+  ring_of(self)->unseen.store(PyLong_AsLongLong(count), std::memory_order_relaxed);
+  return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None);
+}
+
 PyObject* attach(PyObject* self, PyObject* reference) {
   Ring* ring = ring_of(self);
   PyObject* before = ring->pipeline;
@@ -502,18 +619,19 @@ bool find_roles(PyObject* names, std::array<bool, ROLES>& found) {
   return true;
 }
 
-// plan(rows, finite, waits, place, links, settings, roles, hashed, target or None, sink or None, its roles, checker or None)
+// plan(rows, finite, waits, later, place, links, settings, roles, hashed, target or None, sink or None, its roles, checker or None)
 // -> whether it is set; not while there are rows
 PyObject* set_plan(PyObject* self, PyObject* args) {
   auto plan = std::make_shared<Plan>();
-  int rows, finite, waits, place, links, settings, hashed;
+  int rows, finite, waits, later, place, links, settings, hashed;
   PyObject *roles, *target, *sink, *written, *checker;
   if (!PyArg_ParseTuple(
           args,
-          "ppppppO!pOOO!O",
+          "pppppppO!pOOO!O",
           &rows,
           &finite,
           &waits,
+          &later,
           &place,
           &links,
           &settings,
@@ -530,6 +648,7 @@ PyObject* set_plan(PyObject* self, PyObject* args) {
   plan->rows = rows;
   plan->finite = finite;
   plan->waits = waits;
+  plan->later = later;
   plan->place = place;
   plan->links = links;
   plan->settings = settings;
@@ -564,6 +683,16 @@ PyObject* take_all(PyObject* self, PyObject*) {
   return ring_of(self)->take_all();
 }
 
+// has_odd(whether any call that has not been judged counts)
+PyObject* has_odd(PyObject* self, PyObject* any) {
+  return PyBool_FromLong(ring_of(self)->has_odd(any == Py_True));
+}
+
+// take_odd(whether to wait for a device)
+PyObject* take_odd(PyObject* self, PyObject* waits) {
+  return ring_of(self)->take_odd(waits == Py_True);
+}
+
 PyObject* empty(PyObject* self, PyObject*) {
   return PyBool_FromLong(ring_of(self)->empty());
 }
@@ -577,6 +706,7 @@ PyMethodDef ring_methods[] = {
     {"next_index", next_index, METH_NOARGS, nullptr},
     {"calls", calls, METH_NOARGS, nullptr},
     {"set_step", set_step, METH_O, nullptr},
+    {"set_unseen", set_unseen, METH_O, nullptr},
     {"attach", attach, METH_O, nullptr},
     {"suspend", suspend, METH_NOARGS, nullptr},
     {"plan", set_plan, METH_VARARGS, nullptr},
@@ -584,6 +714,8 @@ PyMethodDef ring_methods[] = {
     {"checker", checker, METH_NOARGS, nullptr},
     {"take", take, METH_O, nullptr},
     {"take_all", take_all, METH_NOARGS, nullptr},
+    {"has_odd", has_odd, METH_O, nullptr},
+    {"take_odd", take_odd, METH_O, nullptr},
     {"empty", empty, METH_NOARGS, nullptr},
     {"forget_parent", forget_parent, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},

@@ -6,12 +6,14 @@
 
 #include "../../_native/values.h"
 #include "checker.h"
+#include "ranges.h"
 #include "records.h"
 #include "stack.h"
 
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -28,7 +30,7 @@ void give_up(std::vector<PyObject*> objects);
 
 // What the hooks of a ring want of each call, see `_core.in_kernel.Work`.
 struct Plan {
-  bool rows = false, finite = false, waits = false, place = false, links = false, settings = false;
+  bool rows = false, finite = false, waits = false, later = false, place = false, links = false, settings = false;
   bool hashed = false, has_target = false;
   std::array<bool, ROLES> reads{};
   Target target{};
@@ -81,9 +83,32 @@ struct Generation {
 
 using GenerationPtr = std::shared_ptr<Generation>;
 
+// A call of which a device still reads the ranges.
+struct Unjudged {
+  GenerationPtr known;
+  Row row;
+  Ranges ranges;
+  int64_t task; // of autograd, or -1
+  std::string node; // that autograd ran
+  int64_t unseen = 0; // how much code had run that nobody sees
+  PyObject *look = nullptr, *place = nullptr; // of the generation, or owned
+  std::vector<PyObject*> owned;
+
+  Unjudged(GenerationPtr known, const Row& row, int64_t task, const std::string& node)
+      : known(std::move(known)), row(row), task(task), node(node) {}
+  Unjudged(Unjudged&&) = default;
+  Unjudged& operator=(Unjudged&&) = default;
+  ~Unjudged() {
+    if (!owned.empty()) {
+      give_up(std::move(owned));
+    }
+  }
+};
+
 class Ring {
  public:
-  std::atomic<int64_t> calls{0}, step{0};
+  std::atomic<int64_t> calls{0}, step{0}, unseen{0};
+  std::atomic<int64_t> task{-1}; // of autograd, the last of which the hooks were told
 
   GenerationPtr current(); // null while the hooks have to see each call
 
@@ -104,6 +129,16 @@ class Ring {
   // Writes the record of a row instead. As `put`, and false if too many wait.
   bool write(
       const GenerationPtr& known, const std::string& key, const Row& row, const std::array<Values, ROLES>& values);
+
+  // Keeps a call that looks like this until its ranges have arrived. With the look of a call that was just shown to the
+  // hooks, it need not be known. False, with nothing taken, if it is not, or if the hooks must see such calls.
+  bool put(const std::string& key, Unjudged& call, PyObject* look = nullptr);
+  // Forgets calls that turn out to be finite. Returns whether there is one next that is not; with `any`, whether there
+  // are any left.
+  bool has_odd(bool any);
+  // With the interpreter's lock: the oldest such call in Python's terms; None if there is none, or if this would have to
+  // wait for a device.
+  PyObject* take_odd(bool waits);
 
   // Whether calls that look like this have been seen.
   bool knows(const GenerationPtr& known, const std::string& key);
@@ -143,6 +178,7 @@ class Ring {
   bool suspended = true;
   std::unique_ptr<char[]> slots;
   size_t first = 0, filled = 0;
+  std::deque<Unjudged> unjudged;
 };
 
 // Rows that were taken together, to be made objects of Python when somebody asks for them.

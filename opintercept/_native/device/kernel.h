@@ -476,7 +476,7 @@ struct Reading {
     zeros += is_zero;
     double value = F::value(single);
     if (job.has_target) {
-      double size = value < 0 ? -value : value;
+      double size = value < 0 && job.tiny >= 0 ? -value : value; // a negative `tiny` tells the infinite values apart
       underflow += size <= job.tiny && !is_zero;
       overflow += size > job.huge;
     }
@@ -531,11 +531,12 @@ struct Reading {
   // Reads the columns of this thread in the next virtual rows: all are on their way before the first one is used.
   void add_rows(const F& format, const Job& job, Word row, Word step, Word end, Word first, const Word* weights) {
     Loaded loaded[AT_ONCE];
-    unsigned left = 0; // rows that are no whole vectors of finite values
+    unsigned left = 0; // rows that are no whole vectors of finite values, or of which others than infinite ones count
+    const bool counts = job.has_target && job.tiny >= 0;
     for (int i = 0; i < AT_ONCE; i++) {
       const Word here = row + i * step;
       const Place place = here < end ? find(job, here, first) : Place{0, 0};
-      if (F::IN_WORDS && job.aligned && !job.has_target && place.count == COLUMNS) {
+      if (F::IN_WORDS && job.aligned && !counts && place.count == COLUMNS) {
         loaded[i] = *reinterpret_cast<const Loaded*>(static_cast<const Bits*>(job.data) + place.at);
       } else {
         left |= (place.count != 0) << i | (1 << (AT_ONCE + i));
