@@ -118,7 +118,7 @@ def test_threads_all_sees_replicas_in_threads_under_the_names_of_the_model() -> 
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    distributed.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
     yield
     distributed.destroy_process_group()
     with intercept(()):

@@ -303,9 +303,9 @@ def raising() -> Any:
 def waiting() -> Any:
     """How often calls that kernels note wait for the device."""
     counts = []
-    for options in ({}, {"check_every": 1}):
+    for check_every in (None, 1):
         x = torch.ones(4, 4).to("toy")
-        with intercept(hooks.NonFinite(**options), ops="all", engine="compiled"):
+        with intercept(hooks.NonFinite(check_every=check_every), ops="all", engine="compiled"):
             for step in range(6):
                 if step == 3:
                     toy_device.counts()
@@ -361,7 +361,7 @@ def removed() -> Any:
 
 def nested() -> Any:
     """Two hooks of one block, and those of two blocks, one of which waits."""
-    found = []
+    found: list[list[Any]] = []
     for inner in ({}, {"check_every": 1}, {"inf": True}):
         x = torch.ones(4, 4).to("toy")
         one, two, three = (hooks.NonFinite(action="record", **options) for options in ({}, inner, inner))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 PAIRS: list[Pair] = []
-Planted = tuple[str, str, str] | tuple[()]  # the place, the kinds, the words
+Planted = tuple[str, ...]  # the place, the kinds, the words; empty for a rewriting
 pair = partial(add, PAIRS)
 attention: Any = F.scaled_dot_product_attention
 
