@@ -233,7 +233,7 @@ class Kernels:
         self._alone: dict[str, torch._ops.OpOverload] = {}  # those among the installed ones
         self._whole: dict[int, Overloads] = {}  # selections whose kernels are all installed, by identity
         self._threads_before: frozenset[str] = frozenset()
-        self._last_maker: KernelEngine | None = None
+        self._maker: KernelEngine | None = None  # of all installed ones; None if there are several
         self._told: set[str] = set()  # operators that have come late with a kernel in the place of ours
 
     def hold(self, user: object, overloads: Overloads, maker: KernelEngine, late: frozenset[str] | None = None) -> None:
@@ -249,7 +249,7 @@ class Kernels:
         """
         with locks.shared:
             self.makers.add(maker)
-            if self.installed and not self.users and self._last_maker is not maker:
+            if self.installed and not self.users and self._maker is not maker:
                 self._remove_if_quiet()  # idle kernels that could not be removed earlier
             if not self.users:
                 self._threads_before = native_threads()
@@ -312,7 +312,7 @@ class Kernels:
                 self._remove_if_quiet()
 
     def _install(self, names: list[str], overloads: Overloads, maker: KernelEngine, late: bool) -> None:
-        self._last_maker = maker
+        self._maker = maker if not self.installed or self._maker is maker else None
         self._alone.update({name: overloads[name] for name in names if late or not foreign.is_torchs(name)})
         steps = {name: maker.installation(name, overloads) for name in names}
         # A single C call installs each kernel and stores it, so that no interrupt comes in between. It skips names
