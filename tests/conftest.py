@@ -6,6 +6,7 @@ import gc
 import os
 import re
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from made_runs import write
 from native import read_values, reading
 from recorded import no_writer
 
-from opintercept import runs
+from opintercept import OpCall, runs
 from opintercept._engines import choose, compiled
 from opintercept._engines.base import Watcher
 from opintercept._native import values
@@ -143,6 +144,20 @@ def values_in_cpp() -> Iterator[None]:
     """Let hooks read values in C++ with every engine, so that sums are equal to the last bit."""
     with reading(True):
         yield
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts the calls that hooks have seen in Python, by operator."""
+    seen: Counter[str] = Counter()
+    made = OpCall.__init__
+
+    def counted(call: OpCall, owner: Any, spec: Any, *rest: Any) -> None:
+        seen[spec.name] += 1
+        made(call, owner, spec, *rest)
+
+    monkeypatch.setattr(OpCall, "__init__", counted)
+    return seen
 
 
 @pytest.fixture(scope="module")

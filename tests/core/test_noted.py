@@ -33,20 +33,6 @@ X = torch.ones(2, 2)
 STRESS = float(os.environ.get("OPINTERCEPT_STRESS", "2"))  # seconds for what only shows among many repetitions
 
 
-@pytest.fixture
-def shown(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Counts the calls that hooks have seen in Python, by operator."""
-    seen: Counter[str] = Counter()
-    made = OpCall.__init__
-
-    def counted(call: OpCall, owner: Any, spec: Any, *rest: Any) -> None:
-        seen[spec.name] += 1
-        made(call, owner, spec, *rest)
-
-    monkeypatch.setattr(OpCall, "__init__", counted)
-    return seen
-
-
 def multiply(times: int) -> None:
     """Make calls that look alike and come from one place, all but the first of which can be noted."""
     for _ in range(times):

@@ -129,20 +129,6 @@ def repeated(program: Callable[[], Any], engine: Any, *watching: Any) -> None:
             program()
 
 
-@pytest.fixture
-def shown(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Counts the calls that hooks have seen in Python, by operator."""
-    seen: Counter[str] = Counter()
-    made = OpCall.__init__
-
-    def counted(call: OpCall, owner: Any, spec: Any, *rest: Any) -> None:
-        seen[spec.name] += 1
-        made(call, owner, spec, *rest)
-
-    monkeypatch.setattr(OpCall, "__init__", counted)
-    return seen
-
-
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_recorders_have_equal_records(programs: Any, name: str) -> None:
     found = {}
