@@ -70,7 +70,7 @@ bool project_into(const Matrices& x, const at::Tensor& by, const at::Tensor& out
   if (factors == nullptr || sums == nullptr || (norms != nullptr && lengths == nullptr)) {
     return false;
   }
-  Unlocked unlocked(x.count());
+  Unlocked unlocked(x.count() > WITH_LOCK);
   project(x, factors, by_batch, groups, sums, lengths);
   return true;
 }
@@ -83,7 +83,7 @@ bool sign_sums_into(const Matrices& x, const at::Tensor& signs, const at::Tensor
   if (factors == nullptr || sums == nullptr || groups == 0) {
     return false;
   }
-  Unlocked unlocked(x.count());
+  Unlocked unlocked(x.count() > WITH_LOCK);
   sign_sums(x, factors, (x.columns + groups - 1) / groups, groups, sums);
   return true;
 }

@@ -24,10 +24,10 @@ inline int workers_for(int64_t values) {
   return at::get_num_threads();
 }
 
-// Other threads may run Python while a large tensor is read.
+// Other threads may run Python: while a large tensor is read, or a device is waited for.
 class Unlocked {
  public:
-  explicit Unlocked(int64_t values) : state(values > WITH_LOCK ? PyEval_SaveThread() : nullptr) {}
+  explicit Unlocked(bool unlocks) : state(unlocks ? PyEval_SaveThread() : nullptr) {}
   ~Unlocked() {
     if (state != nullptr) {
       PyEval_RestoreThread(state);

@@ -235,7 +235,7 @@ PyObject* opintercept_read(PyObject*, PyObject* const* args, Py_ssize_t count) {
     }
     Answer answer;
     {
-      Unlocked unlocked(layout.count);
+      Unlocked unlocked(layout.count > WITH_LOCK);
       CHOSEN(read)(layout, request, workers_for(layout.count), answer);
     }
     return opintercept::as_found(
@@ -259,7 +259,7 @@ PyObject* opintercept_extent(PyObject*, PyObject* value) {
       Py_RETURN_NONE;
     }
     {
-      Unlocked unlocked(layout.count);
+      Unlocked unlocked(layout.count > WITH_LOCK);
       CHOSEN(find_ends)(layout, workers_for(layout.count), ends);
     }
     return tuple_of<2>({PyFloat_FromDouble(ends.low), PyFloat_FromDouble(ends.high)});

@@ -7,6 +7,7 @@
 #include "kernels.h"
 #include "stack.h"
 
+#include "../../_native/threads.h"
 #include "../../_native/values.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -92,22 +93,6 @@ bool put(Stack& stack, PyObject* value) {
   }
   return true;
 }
-
-// Lets other threads run Python, since what is on a device may have to be waited for.
-class Unlocked {
- public:
-  explicit Unlocked(bool unlocks) : thread(unlocks ? PyEval_SaveThread() : nullptr) {}
-  ~Unlocked() {
-    if (thread != nullptr) {
-      PyEval_RestoreThread(thread);
-    }
-  }
-  Unlocked(const Unlocked&) = delete;
-  Unlocked& operator=(const Unlocked&) = delete;
-
- private:
-  PyThreadState* thread;
-};
 
 // Runs the kernel, and notes it if a block watches it. Null without an exception if Python has to.
 PyObject* launch(Launcher& launcher, PyObject* const* args, size_t given, PyObject* names) {

@@ -3,6 +3,7 @@
 // Invariant: without the interpreter's lock, nothing here holds more than a row.
 
 #include "../objects.h"
+#include "../threads.h"
 #include "../values.h"
 #include "driver.h"
 
@@ -38,15 +39,12 @@ PyObject* has_arrived(PyObject* self, PyObject*) {
 PyObject* found(PyObject* self, PyObject*) {
   Reading& reading = *Wrapped<Reading>::of(self);
   if (!reading.is_read) {
-    PyThreadState* state = PyEval_SaveThread();
-    {
-      std::lock_guard alone(reading.mutex);
-      if (!reading.is_read) {
-        reading.is_known = device::wait_for(reading.pending, reading.sums, reading.hash);
-        reading.is_read = true;
-      }
+    Unlocked others(true);
+    std::lock_guard alone(reading.mutex);
+    if (!reading.is_read) {
+      reading.is_known = device::wait_for(reading.pending, reading.sums, reading.hash);
+      reading.is_read = true;
     }
-    PyEval_RestoreThread(state);
   }
   if (!reading.is_known) {
     Py_RETURN_NONE;
@@ -64,13 +62,7 @@ PyMethodDef methods_of_reading[] = {
 // Runs `use` without the interpreter's lock, since a driver may wait for a device, and that for another thread of Python.
 template <typename Use>
 auto unlocked(const Use& use) {
-  PyThreadState* state = PyEval_SaveThread();
-  struct Restores {
-    PyThreadState* state;
-    ~Restores() {
-      PyEval_RestoreThread(state);
-    }
-  } restores{state};
+  Unlocked others(true);
   return use();
 }
 
