@@ -25,7 +25,7 @@ from opintercept._engines.overloads import Overloads
 from opintercept._native import build, library, values
 from opintercept._ops import slots
 from opintercept._ops.families import makes_values
-from opintercept._ops.scratch import OVERWRITES, UPDATED, UPDATES, results_of, torchs_name
+from opintercept._ops.scratch import OVERWRITES, SCRATCH, UPDATED, UPDATES, results_of, torchs_name
 from opintercept._ops.table import exact
 from opintercept._ops.table import overloads as overloads_of
 from opintercept._origin import links, stack
@@ -137,7 +137,11 @@ def _rings_of(watch: scope.Watch, overload: torch._ops.OpOverload) -> tuple[Any,
     others = tuple(
         (i, ROLES.index(a.name) if a.name in slots.OPERANDS and _is_one_tensor(a) else -1)
         for i, a in enumerate(schema.arguments)
-        if "Tensor" in str(a.type) and not a.is_out and i not in places and (i in read or i not in written)
+        if "Tensor" in str(a.type)
+        and not a.is_out
+        and i not in places
+        and (i in read or i not in written)
+        and a.name not in SCRATCH
     )
     unread = not makes_values(overload)
     results = results_of(row.name, row.family)

@@ -36,8 +36,8 @@ from opintercept._engines.scope import unwatched
 from opintercept._kit.per_call import PerCall
 from opintercept._kit.repro import plain_arguments
 from opintercept._ops.families import makes_values
-from opintercept._ops.scratch import OVERWRITES, UNREAD, UPDATED, UPDATES, torchs_name
-from opintercept._ops.slots import OUTPUT_ARGUMENT, slots_of
+from opintercept._ops.scratch import FOR_PROGRAM, OVERWRITES, SCRATCH, UNREAD, UPDATED, UPDATES, torchs_name
+from opintercept._ops.slots import OUTPUT_ARGUMENT, OUTPUTS, slots_of
 from opintercept._ranks.rank import rank_and_world_size
 from opintercept._values.content import LOTS, Content, content_of
 from opintercept._values.copies import can_store, copied, safetensors_for
@@ -482,7 +482,7 @@ class RunRecorder:
         """The number of the call's signature, for kernels; None if it has more tensors than they read."""
         if self._waits:
             self._wake()
-        tensors = _tensors(call) if self.tensors == "stats" else []
+        tensors = _tensors(call, whole=False) if self.tensors == "stats" else []
         if len(slots_of(role for role, _ in tensors)) < len(tensors):
             return None
         roles = tuple((role, tensor.numel(), True) for role, tensor in tensors)
@@ -618,7 +618,7 @@ class RunRecorder:
         full = self.tensors == "full" or (failed and self.flight is not None)
         keeps = self._keeps(failed=failed)
         places: dict[int, int] = {}
-        for role, tensor in _tensors(call):
+        for role, tensor in _tensors(call, whole=keeps):
             if leaves_out_captured(tensor, self, self._joins_graphs):
                 return
             if role in before:
@@ -735,12 +735,17 @@ def _inputs(call: OpCall) -> dict[str, torch.Tensor]:
     return found
 
 
-def _tensors(call: OpCall) -> list[tuple[str, torch.Tensor]]:
-    """What is read of a call: its inputs, and its outputs by number. Nothing of a view."""
+def _tensors(call: OpCall, whole: bool) -> list[tuple[str, torch.Tensor]]:
+    """What is read of a call: its inputs, and its outputs by number. Nothing of a view.
+
+    Args:
+        whole: Whether the call is to run again, and needs the state of random numbers too.
+    """
     if _is_unread(call):
         return []
-    found = list(_inputs(call).items())
-    for place, output in enumerate(_flat(call.output)[:99]):
+    found = [(name, tensor) for name, tensor in _inputs(call).items() if whole or name not in SCRATCH]
+    most = len(OUTPUTS) if not whole and call.op in FOR_PROGRAM else 99
+    for place, output in enumerate(_flat(call.output)[:most]):
         if isinstance(output, torch.Tensor):
             found.append((role_of(place), output))
     return found
