@@ -35,6 +35,8 @@ SMALL = 1 << 13
 """Tensors of at most this many values wait for others of their size: alone, reading them would be mostly overhead."""
 WAITING = 1 << 20
 """How many values may wait."""
+NOTED = 1 << 10
+"""How many entries without tensors are moved into the state together."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # other subclasses may lack the operators that read many tensors at once
 
@@ -218,7 +220,7 @@ class Stats(Copyable, Table):
             found = values.get(operand)
             if found is not None:
                 key = _Key(note.call_site.module, learned, operand, note.phase)
-                self._add(_Addition(key, read=found[:3]))
+                self._add(_Addition(key, read=found[:3]), NOTED)
 
     def _see(self, call: OpCall, operand: str, tensor: Any) -> None:
         if tensor is None:
@@ -242,9 +244,9 @@ class Stats(Copyable, Table):
         for entry in values:
             self._add(entry)
 
-    def _add(self, entry: _Addition) -> None:
+    def _add(self, entry: _Addition, most: int = BATCH) -> None:
         self._inbox.append(entry)
-        if len(self._inbox) >= BATCH:
+        if len(self._inbox) >= most:
             self._settle()
 
     def _entry(self, key: _Key, tensor: Any, with_channels: bool) -> _Addition | None:
