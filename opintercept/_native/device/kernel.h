@@ -12,11 +12,12 @@ namespace opintercept::device {
 using Word = unsigned long long;
 
 constexpr int THREADS = 256; // of a block
-constexpr int MOST_PARTS = 1024; // of a tensor, which are read by themselves
+constexpr int WARP = 32, WARPS = THREADS / WARP;
+constexpr int MOST_PARTS = 264; // of a tensor, which are read by themselves: two for each processor of an H100
 constexpr int MOST_JOBS = 10; // tensors that one launch reads
 constexpr int DEEPEST = 6; // dimensions of the rows
 constexpr int ROWS_EACH = 8; // that a thread reads before another block is worth its start
-constexpr int AT_ONCE = 4; // virtual rows that a thread loads before it uses one
+constexpr int AT_ONCE = 2; // virtual rows that a thread loads while it uses as many
 constexpr int SAMPLED = 1024; // values of a tensor that says what it said before
 constexpr int FEW_BLOCKS = 64; // that look whether it does
 constexpr Word BLOCK = 1 << 16, PIECE = 1 << 18; // as in `_values.hash`
@@ -98,9 +99,6 @@ inline To same_bits(From from) {
 }
 
 #ifdef __CUDACC_RTC__
-inline unsigned ones_in(unsigned word) {
-  return __popc(word);
-}
 inline double fused(double a, double b, double c) {
   return fma(a, b, c);
 }
@@ -108,9 +106,6 @@ inline float lesser(float a, float b) {
   return fminf(a, b);
 }
 #else
-inline unsigned ones_in(unsigned word) {
-  return static_cast<unsigned>(__builtin_popcount(word));
-}
 inline double fused(double a, double b, double c) {
   return __builtin_fma(a, b, c);
 }
@@ -209,6 +204,12 @@ struct Words {
 
   static unsigned nonzero(unsigned word) {
     return ((word & MAGNITUDES) + MAGNITUDES) & SIGNS;
+  }
+  // How many signs there are in four words together.
+  static unsigned signs_in(const unsigned (&words)[4]) {
+    constexpr int LAST = 8 * sizeof(Bits) - 1;
+    const unsigned lanes = (words[0] >> LAST) + (words[1] >> LAST) + (words[2] >> LAST) + (words[3] >> LAST);
+    return lanes * ONES >> (31 - LAST);
   }
   // Those of at least a magnitude.
   static unsigned at_least(unsigned word, unsigned magnitude) {
@@ -345,7 +346,7 @@ inline void clear(Part& sums) {
 inline void add(Part& to, const Part& other) {
   if (other.finite != 0) {
     double mine = static_cast<double>(to.finite), theirs = static_cast<double>(other.finite), all = mine + theirs;
-    double apart = other.mean - to.mean, part = theirs / all;
+    double apart = other.mean - to.mean, part = mine == theirs ? 0.5 : theirs / all; // most have seen equally many
     to.spread = to.finite == 0 ? other.spread : to.spread + other.spread + apart * apart * (mine * part);
     to.mean = to.finite == 0 ? other.mean : to.mean + apart * part;
     to.total += other.total;
@@ -429,10 +430,10 @@ struct Reading {
       return false;
     } else {
       const auto words = same_bits<LoadedWords>(loaded);
-      unsigned odd_ones = 0, nonzeros = 0;
-      for (unsigned word : words.words) {
-        odd_ones |= format.odd(word);
-        nonzeros += ones_in(F::nonzero(word));
+      unsigned odd_ones = 0, nonzeros[4];
+      for (int i = 0; i < 4; i++) {
+        odd_ones |= format.odd(words.words[i]);
+        nonzeros[i] = F::nonzero(words.words[i]);
       }
       if (odd_ones != 0) {
         return false;
@@ -440,7 +441,7 @@ struct Reading {
       float least = format.finite(loaded.bits[0]), most = least;
       pivot = finite == 0 ? least : pivot;
       finite += COLUMNS;
-      zeros += COLUMNS - nonzeros;
+      zeros += COLUMNS - F::signs_in(nonzeros);
       for (int i = 0; i < COLUMNS; i++) {
         const float value = format.finite(loaded.bits[i]);
         least = lesser(value, least);
@@ -528,24 +529,56 @@ struct Reading {
     return {place_of(job, row, column), end - column < COLUMNS ? static_cast<int>(end - column) : COLUMNS};
   }
 
-  // Reads the columns of this thread in the next virtual rows: all are on their way before the first one is used.
-  void add_rows(const F& format, const Job& job, Word row, Word step, Word end, Word first, const Word* weights) {
+  // Where the columns of this thread are whole vectors, if they lie as those of most tensors do.
+  struct Vectors {
+    bool are_whole; // whether any can be
+    long long pitch, last; // from one virtual row to the next; where the last one begins. 0 if `find` has to tell
+  };
+  static Vectors vectors_of(const Job& job, Word first) {
+    // Of others than infinite values, a target counts some.
+    const bool are_whole = F::IN_WORDS && job.aligned && !(job.has_target && job.tiny >= 0);
+    const auto width = static_cast<long long>(job.width);
+    if (job.dims > 1 || (job.height > 1 && job.pieces > 1)) {
+      return {are_whole, 0, 0};
+    }
+    if (job.height == 1) {
+      return {are_whole, static_cast<long long>(BLOCK), width - COLUMNS};
+    }
+    return {are_whole && static_cast<long long>(first) + COLUMNS <= width, job.strides[0], -(SIGN + 1)};
+  }
+
+  // What a thread has on the way: its columns in some virtual rows.
+  struct Batch {
     Loaded loaded[AT_ONCE];
-    unsigned left = 0; // rows that are no whole vectors of finite values, or of which others than infinite ones count
-    const bool counts = job.has_target && job.tiny >= 0;
+    bool is_there[AT_ONCE], is_whole[AT_ONCE]; // whether there is such a row, and whether it has been loaded
+  };
+  static void load(const Job& job, const Vectors& vectors, Word row, Word step, Word end, Word first, Batch& batch) {
     for (int i = 0; i < AT_ONCE; i++) {
       const Word here = row + i * step;
-      const Place place = here < end ? find(job, here, first) : Place{0, 0};
-      if (F::IN_WORDS && job.aligned && !counts && place.count == COLUMNS) {
-        loaded[i] = *reinterpret_cast<const Loaded*>(static_cast<const Bits*>(job.data) + place.at);
-      } else {
-        left |= (place.count != 0) << i | (1 << (AT_ONCE + i));
+      long long at = -1;
+      batch.is_there[i] = here < end;
+      if (here < end && vectors.are_whole) {
+        at = static_cast<long long>(here) * vectors.pitch + static_cast<long long>(first);
+        if (vectors.pitch == 0) {
+          const Place place = find(job, here, first);
+          at = place.count == COLUMNS ? place.at : -1;
+        } else if (at > vectors.last) {
+          at = -1;
+        }
+      }
+      batch.is_whole[i] = at >= 0;
+      if (at >= 0) {
+        batch.loaded[i] = *reinterpret_cast<const Loaded*>(static_cast<const Bits*>(job.data) + at);
       }
     }
+  }
+
+  void add(const F& format, const Job& job, const Batch& batch, Word row, Word step, Word first, const Word* weights) {
+    unsigned left = 0; // rows that are no whole vectors of finite values
     for (int i = 0; i < AT_ONCE; i++) {
-      if ((left >> (AT_ONCE + i) & 1) == 0) {
-        left |= !add_finite(format, loaded[i], job.hashed ? weights[i * step] : 0, job.hashed) << i;
-      }
+      const bool is_added =
+          batch.is_whole[i] && add_finite(format, batch.loaded[i], job.hashed ? weights[i * step] : 0, job.hashed);
+      left |= (batch.is_there[i] && !is_added) << i;
     }
 #ifdef __CUDACC_RTC__
 #pragma unroll 1 // it is seldom, and long
@@ -554,6 +587,18 @@ struct Reading {
       if (left >> i & 1) {
         add_row(format, job, find(job, row + i * step, first), job.hashed ? weights[i * step] : 0);
       }
+    }
+  }
+
+  // Reads the columns of this thread in virtual rows, of which the next ones are on their way while it uses some.
+  void add_rows(const F& format, const Job& job, Word row, Word step, Word end, Word first, const Word* weights) {
+    const Vectors vectors = vectors_of(job, first);
+    Batch now, next;
+    load(job, vectors, row, step, end, first, now);
+    for (const Word base = row; row < end; row += AT_ONCE * step) {
+      load(job, vectors, row + AT_ONCE * step, step, end, first, next);
+      add(format, job, now, row, step, first, weights + (row - base));
+      now = next;
     }
   }
 
@@ -636,6 +681,39 @@ inline void each_thread(const Use& use) {
   use(static_cast<int>(threadIdx.x), 0);
   __syncthreads();
 }
+
+// Adds up what `get(thread, part)` finds in each thread, in the first of `sums`, of which there is one for a warp.
+template <typename Get>
+inline void join(const Get& get, Part* sums) {
+  struct Words {
+    Word words[sizeof(Part) / sizeof(Word)];
+  };
+  const int thread = static_cast<int>(threadIdx.x);
+  Part own;
+  auto add_those = [&](int width) { // of so many threads beside each other
+    for (int half = width / 2; half > 0; half /= 2) {
+      auto theirs = same_bits<Words>(own);
+      for (Word& word : theirs.words) {
+        word = __shfl_down_sync(0xFFFFFFFF, word, half);
+      }
+      add(own, same_bits<Part>(theirs));
+    }
+  };
+  get(thread, own);
+  add_those(WARP);
+  if (thread % WARP == 0) {
+    sums[thread / WARP] = own;
+  }
+  __syncthreads();
+  if (thread < WARP) {
+    own = sums[thread % WARPS];
+    add_those(WARPS);
+    if (thread == 0) {
+      sums[0] = own;
+    }
+  }
+  __syncthreads();
+}
 #else
 constexpr int HELD = THREADS;
 
@@ -649,18 +727,27 @@ void each_thread(const Use& use) {
     use(thread, thread);
   }
 }
-#endif
 
-// Adds up the sums of all threads in the first ones.
-inline void join(Part* sums) {
-  for (int half = THREADS / 2; half > 0; half /= 2) {
-    each_thread([&](int thread, int) {
-      if (thread < half) {
-        add(sums[thread], sums[thread + half]);
-      }
-    });
+template <typename Get>
+void join(const Get& get, Part* sums) {
+  Part all[THREADS];
+  for (int thread = 0; thread < THREADS; thread++) {
+    get(thread, all[thread]);
   }
+  auto add_those = [](Part* parts, int width) {
+    for (int half = width / 2; half > 0; half /= 2) {
+      for (int i = 0; i < half; i++) {
+        add(parts[i], parts[i + half]);
+      }
+    }
+  };
+  for (int warp = 0; warp < WARPS; warp++) {
+    add_those(all + warp * WARP, WARP);
+    sums[warp] = all[warp * WARP];
+  }
+  add_those(sums, WARPS);
 }
+#endif
 
 inline Word weight_of_row(const Job& job, Word virtual_row) {
   Word row = virtual_row / job.pieces, found = weight(row, !job.swapped);
@@ -670,7 +757,8 @@ inline Word weight_of_row(const Job& job, Word virtual_row) {
   return found;
 }
 
-// Reads a part of the tensor. The sums and the weights are in memory that the threads of a block share.
+// Reads a part of the tensor. The sums and the weights are in memory that the threads of a block share: one for each warp,
+// and one for each thread.
 template <typename F>
 inline void read_part(F format, const Job& job, int part, Part* sums, Word* weights) {
   Reading<F> readings[HELD];
@@ -692,13 +780,11 @@ inline void read_part(F format, const Job& job, int part, Part* sums, Word* weig
     each_thread([&](int thread, int held) {
       Reading<F>& own = readings[held];
       const Word column = column_of(thread), step = THREADS / lanes;
-      for (Word row = base + thread / lanes; row < end; row += AT_ONCE * step) {
-        own.add_rows(format, job, row, step, end, column, weights + (row - base));
-      }
+      const Word row = base + thread / lanes;
+      own.add_rows(format, job, row, step, end, column, weights + (row - base));
     });
   }
-  each_thread([&](int thread, int held) { readings[held].end(job, column_of(thread), sums[thread]); });
-  join(sums);
+  join([&](int thread, Part& own) { readings[HELD == 1 ? 0 : thread].end(job, column_of(thread), own); }, sums);
 }
 
 inline void read_part(const Job& job, int part, Part* sums, Word* weights) {
@@ -707,13 +793,14 @@ inline void read_part(const Job& job, int part, Part* sums, Word* weights) {
 
 // Adds up what the blocks have found, always in the same order.
 inline void join_parts(const Job& job, const Part* found, Part* sums) {
-  each_thread([&](int thread, int) {
-    clear(sums[thread]);
-    for (int part = thread; part < job.across * job.down; part += THREADS) {
-      add(sums[thread], fetched(found[part]));
-    }
-  });
-  join(sums);
+  join(
+      [&](int thread, Part& own) {
+        clear(own);
+        for (int part = thread; part < job.across * job.down; part += THREADS) {
+          add(own, fetched(found[part]));
+        }
+      },
+      sums);
 }
 
 // The hash of some values, one of each stretch of the same length. All threads of a block find the same.
@@ -817,7 +904,7 @@ inline bool run_block(const Job& job, int block, Part* found, Part* sums, Word* 
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     opintercept_read(const __grid_constant__ Jobs jobs, Scratch* scratch, Word mark) {
-  __shared__ alignas(16) unsigned char memory[THREADS * sizeof(Part)];
+  __shared__ alignas(16) unsigned char memory[WARPS * sizeof(Part)];
   __shared__ Word words[THREADS];
   __shared__ unsigned now;
   const int number = blockIdx.y, block = blockIdx.x;
