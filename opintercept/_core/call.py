@@ -20,6 +20,8 @@ from opintercept._core.tensors import describe, is_tensor, named_tensors, nbytes
 if TYPE_CHECKING:
     import torch
 
+    from opintercept._core.in_kernel import Timed
+
 T = TypeVar("T")
 
 
@@ -136,6 +138,7 @@ class OpCall:
         "owner",
         "phase",
         "step",
+        "timed",
     )
 
     _kept: dict[Any, Any]
@@ -162,6 +165,7 @@ class OpCall:
         self.began: float | None = None
         self._started: int | None = None
         self.elapsed: float | None = None
+        self.timed: Timed | None = None  # what its device takes for it, if kernels in C++ see to that
         self.index: int = owner.next_index() if index is None else index
         self.step: int = owner.steps
 

@@ -55,6 +55,13 @@ class CallRanges(NamedTuple):
     unseen: Any
 
 
+class Timed(Protocol):
+    """What a device takes for a call."""
+
+    def found(self) -> tuple[float, bool]:
+        """Seconds on the device, which this waits for, and whether they may include time in which it was idle."""
+
+
 class Work(NamedTuple):
     """What a kernel does for a hook with each call, in place of calling it.
 
@@ -69,6 +76,7 @@ class Work(NamedTuple):
             those whose outputs are not finite, as triples of a note, a `CallRanges` and what `learn` has returned.
             Where that was None, `finite` waits. `begin_backward` is called with the number of each backward pass.
         settings: Whether `learn` depends on torch's settings for the precision of products.
+        times: Whether calls on a device are timed there, as `timed` of the note says.
         writes: Where to write a record of each call. Then `learn` returns the number of the call's signature there.
         checker: Makes the `Checker` that checks each product. The hook's `post` is called if one is suspect.
         keeps: Whether the hook takes the calls together, with `keep`, and looks at them later. It does so if every hook
@@ -83,6 +91,7 @@ class Work(NamedTuple):
     waits: bool = True
     later: bool = False
     settings: bool = False
+    times: bool = False
     writes: RecordWriter | None = None
     checker: Checks | None = None
     keeps: bool = False

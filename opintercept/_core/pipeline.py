@@ -355,6 +355,7 @@ class Pipeline:
         output: Any,
         exception: BaseException | None,
         elapsed: float,
+        timed: Any,
         noted: bool,
         judged: bool,
     ) -> OpCall | tuple[Any, ...] | None:
@@ -369,10 +370,11 @@ class Pipeline:
             place: Where it comes from, or None.
             started: When the operator started, in nanoseconds since 1970: a while ago if other threads ran.
             overwritten: What has been read of the arguments that it writes to.
-            ran: Whether the operator has run. The next three are only then known.
+            ran: Whether the operator has run. The next four are only then known.
             output: What the operator returned.
             exception: What it raised instead, or None.
             elapsed: The operator's time.
+            timed: As `OpCall.timed`.
             noted: Whether it is noted, so that only hooks that look for what is not finite are told.
             judged: Whether a device reads the call's tensors for these, so that they can be told later instead.
 
@@ -386,7 +388,7 @@ class Pipeline:
             if call is None:
                 self.flush()
                 call = OpCall(self, spec, func, phase, args, kwargs, index)
-                call.call_site = place
+                call.call_site, call.timed = place, timed
                 if overwritten:
                     call.once(OVERWRITTEN, partial(_same, overwritten))
                 _before(self, call, self._told(self.pre, noted))

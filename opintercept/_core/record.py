@@ -187,6 +187,7 @@ class PendingRecord(NamedTuple):
     started: int | None
     thread: int | None
     elapsed: float | None
+    timed: tuple[float, bool] | None = None  # as `in_kernel.Timed` finds it
     taken: SimpleNamespace | None = None
     replayed: int | None = None
 

@@ -26,6 +26,8 @@ DEVICE = "cuda"
 DRIVER = "libcuda.so.1"
 _ROW = 12  # words, see `device/kernel.h:Row`
 
+entered: dict[int, bool] = {}
+"""Whether kernels in C++ can time calls on a device, by its number."""
 ready: dict[int, bool] = {}
 """Whether the kernel is loaded on a device, by its number; none of those that nobody has read from."""
 reason = ""
@@ -109,18 +111,37 @@ def is_ready(device: torch.device) -> bool:
     return known
 
 
+def is_entered(device: torch.device) -> bool:
+    """Whether kernels in C++ can time calls on a device; sees to it if nobody has tried."""
+    number = device.index or 0
+    if device.type == DEVICE and number not in entered:
+        with _lock:
+            try:
+                _enter(library.find().module, number)
+                entered[number] = True
+            except Exception:  # as in `_load`; then hooks time the calls
+                entered[number] = False
+    return entered.get(number, False)
+
+
+def _enter(module: Any, number: int) -> None:
+    global _is_set_up
+    if module is None:
+        raise RuntimeError("there are no compiled kernels; `opintercept build` builds them")
+    if torch.version.hip is not None:
+        raise RuntimeError("the kernel runs on CUDA, and this torch is built for ROCm")
+    if not _is_set_up:
+        module.set_up_device(DRIVER, DEVICE)
+        _is_set_up = True
+    module.enter_device(number)
+
+
 def _load(device: torch.device, number: int) -> bool:
-    global reason, _is_set_up
+    global reason
     module = library.find().module
     try:
-        if module is None:
-            raise RuntimeError("there are no compiled kernels; `opintercept build` builds them")
-        if torch.version.hip is not None:
-            raise RuntimeError("the kernel runs on CUDA, and this torch is built for ROCm")
+        _enter(module, number)
         code = nvrtc.code_for(architecture_of(device), torch.version.cuda or "")
-        if not _is_set_up:
-            module.set_up_device(DRIVER, DEVICE)
-            _is_set_up = True
         module.load_on_device(number, code)
     except Exception as error:  # whatever a driver, a compiler or a file system is not ready for
         reason = str(error)

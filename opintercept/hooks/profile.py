@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from opintercept._core.call import OpCall
-from opintercept._core.in_kernel import Found, Work
+from opintercept._core.in_kernel import Found, Timed, Work
 from opintercept._core.pipeline import flush
 from opintercept._core.record import PendingRecord
 from opintercept._core.tables import Cells, Table
@@ -22,6 +22,7 @@ from opintercept._core.text import counted, number, rate_text, write_csv
 from opintercept._kit.copyable import Copyable
 from opintercept._kit.per_call import PerCall
 from opintercept._ops.table import row_of
+from opintercept._values import on_device
 from opintercept._values.precision import convolution_precision
 
 
@@ -45,8 +46,8 @@ class ProfileRow:
         flops: Their floating-point operations; None if there is no formula for the operator.
         bytes: Bytes of their operands and outputs; None if a layout has no plain size.
         seconds: Their time: on a CPU the host's, on CUDA the device's.
-        idle: How many of the calls found a CUDA device without work. Of these, the time includes what the host takes to
-            launch their kernels, so that it is an upper bound.
+        idle: During how many of the calls a CUDA device may have waited for the host, since it had done all before
+            them by the time that their kernels were launched. Their time is an upper bound.
     """
 
     module: str | None
@@ -81,24 +82,37 @@ _Sum = tuple[int, int | None, int | None, float, int]
 _NOTHING: _Sum = (0, 0, 0, 0.0, 0)
 
 
+class _Events(NamedTuple):
+    """The time between two events that a device may not have reached yet, as `in_kernel.Timed` has it."""
+
+    idle: bool
+    started: Any
+    ended: Any
+    pool: list[Any]
+
+    def found(self) -> tuple[float, bool]:
+        self.ended.synchronize()
+        seconds = self.started.elapsed_time(self.ended) / 1e3
+        self.pool.extend((self.started, self.ended))
+        return seconds, self.idle
+
+
 class _Pending(NamedTuple):
-    """A call between two events that the device may not have reached yet."""
+    """A call whose time is not known yet."""
 
     key: _Key
     flops: int | None
     bytes: int | None
-    idle: bool
-    started: Any
-    ended: Any
+    timed: Timed
 
 
 class Profile(Copyable, Table):
     """Adds up calls, work, bytes and time by module, operator, GEMM shape, dtype and phase.
 
     On a CPU, Profile measures host time. On CUDA it measures the time between two events on the stream, which it
-    reads when you read the profile, so that no call waits for the device. On a device that has nothing else to do, a
-    small product takes less than that, since the device waits for the host in between: `ProfileRow.idle` counts such
-    calls, and the table has `<=` before their time. `str(profile)` is a table.
+    reads when you read the profile, so that no call waits for the device. A small product takes less than that on a
+    device that waits for the host in between: `ProfileRow.idle` counts such calls, and the table has `<=` before their
+    time. `str(profile)` is a table.
 
     Example:
         >>> import torch
@@ -121,16 +135,16 @@ class Profile(Copyable, Table):
         self._sums: dict[_Key, _Sum] = {}
         # Reentrant, since a signal handler or a finalizer may call the hook from anywhere in the same thread.
         self._lock = threading.RLock()
-        self._started: PerCall[tuple[bool, Any]] = PerCall()  # on CUDA: whether it was idle, and an event
+        self._started: PerCall[Any] = PerCall()  # an event, on CUDA
         self._pending: deque[_Pending] = deque()
         self._pool: list[Any] = []
 
     def pre(self, call: OpCall) -> None:
         """Record the first event of a call on CUDA."""
         lhs = call.operand("lhs")
-        if lhs is not None and lhs.is_cuda and not torch.cuda.is_current_stream_capturing():
-            idle = torch.cuda.current_stream(lhs.device).query()
-            self._started.put(call, (idle, self._event()))
+        if call.timed is None and lhs is not None and lhs.is_cuda and not torch.cuda.is_current_stream_capturing():
+            on_device.is_entered(lhs.device)  # from now on, kernels note such calls
+            self._started.put(call, self._event())
 
     def post(self, call: OpCall) -> None:
         """Add the call."""
@@ -138,18 +152,18 @@ class Profile(Copyable, Table):
         autocast = call.autocast
         cast = None if autocast is None else dtype_name(autocast)
         key = (call.module, call.op, shape, dtype, call.phase, cast, precision)
-        started = self._started.take(call)
-        if started is None:
+        started, timed = self._started.take(call), call.timed
+        if started is not None:
+            timed = _Events(started.query(), started, self._event(), self._pool)
+        if timed is None:
             self._add(key, flops, size, call.elapsed or 0.0)
         else:
             self._sums.setdefault(key, _NOTHING)  # keeps the rows in the order of the calls
-            idle, first = started
-            pending = _Pending(key, flops, size, idle, first, self._event())
-            self._pending.append(pending)
+            self._pending.append(_Pending(key, flops, size, timed))
 
     def work(self) -> Work:
-        """Kernels measure the time on a CPU. Calls on other devices are seen, since `Work.settings` is."""
-        return Work(settings=True)
+        """Kernels measure the time, on devices by the same events."""
+        return Work(settings=True, times=True)
 
     def learn(self, call: OpCall) -> _Learned:
         """What a row tells of all calls that look like this one."""
@@ -160,7 +174,7 @@ class Profile(Copyable, Table):
         """Add a call that a kernel has noted."""
         shape, dtype, precision, flops, size = learned
         key = (note.call_site.module, note.summary.op, shape, dtype, note.phase, note.autocast_name, precision)
-        self._add(key, flops, size, note.elapsed or 0.0)
+        self._add(key, flops, size, *(note.timed or (note.elapsed or 0.0,)))
 
     def _add(self, key: _Key, flops: int | None, size: int | None, seconds: float, idle: bool = False) -> None:
         with self._lock:
@@ -194,10 +208,7 @@ class Profile(Copyable, Table):
                 pending = self._pending.popleft()
             except IndexError:  # a signal handler has read the rest
                 return
-            pending.ended.synchronize()
-            seconds = pending.started.elapsed_time(pending.ended) / 1e3
-            self._add(pending.key, pending.flops, pending.bytes, seconds, pending.idle)
-            self._pool += (pending.started, pending.ended)
+            self._add(pending.key, pending.flops, pending.bytes, *pending.timed.found())
 
     def _held(self) -> str:
         return counted(len(self._sums), "row")

@@ -206,10 +206,11 @@ def test_a_failing_call_leaves_no_event_behind() -> None:
 
 def test_time_of_a_device_that_waits_for_the_host_is_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     idle = iter([True, False, False])
-    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None, elapsed_time=lambda _: 2.0)
+    event = SimpleNamespace(
+        record=lambda: None, synchronize=lambda: None, elapsed_time=lambda _: 2.0, query=lambda: next(idle)
+    )
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(query=lambda: next(idle)))
     monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
     profile, a, b = hooks.Profile(), torch.ones(2, 2), torch.ones(3, 3)
     with intercept(profile):

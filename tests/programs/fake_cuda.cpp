@@ -6,6 +6,7 @@
 #include "../../opintercept/_native/device/kernel.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -54,6 +55,11 @@ void open(const void* memory, int by) {
     open_memory(const_cast<void*>(memory), by);
   }
 }
+
+struct Recorded {
+  std::chrono::steady_clock::time_point at;
+  bool is_over = false;
+};
 
 struct Launched {
   Jobs jobs;
@@ -204,6 +210,40 @@ int cuStreamQuery(void* stream) {
     }
   }
   std::erase_if(late, [&](const auto& each) { return each.first == stream; });
+  return SUCCESS;
+}
+
+// An event is the time of its last record, and whether that has been: late ones have not until somebody waits.
+int cuEventCreate(void** event, unsigned) {
+  if (!asked("cuEventCreate")) {
+    return NO_MEMORY;
+  }
+  *event = new Recorded;
+  return SUCCESS;
+}
+
+int cuEventRecord(void* event, void*) {
+  if (!asked("cuEventRecord")) {
+    return INVALID;
+  }
+  *static_cast<Recorded*>(event) = {std::chrono::steady_clock::now(), !is_late};
+  return SUCCESS;
+}
+
+int cuEventQuery(void* event) {
+  return static_cast<Recorded*>(event)->is_over ? SUCCESS : NOT_READY;
+}
+
+int cuEventSynchronize(void* event) {
+  asked("cuEventSynchronize");
+  static_cast<Recorded*>(event)->is_over = true;
+  return lost ? LAUNCH_FAILED : SUCCESS;
+}
+
+int cuEventElapsedTime(float* milliseconds, void* first, void* last) {
+  using namespace std::chrono;
+  *milliseconds =
+      duration<float, std::milli>(static_cast<Recorded*>(last)->at - static_cast<Recorded*>(first)->at).count();
   return SUCCESS;
 }
 

@@ -11,6 +11,7 @@ import ctypes
 import json
 import os
 import threading
+import time
 import traceback
 import types
 from collections.abc import Callable, Iterator
@@ -123,6 +124,10 @@ class _Event:
 
     def record(self, _stream: Any = None) -> None:
         self._stream, self._copies = _current(), torch.ops.toy.copies()
+        self._at = time.perf_counter()
+
+    def elapsed_time(self, last: _Event) -> float:
+        return (last._at - self._at) * 1e3
 
     def query(self) -> bool:
         assert Graph.captured is None, "operation not permitted when stream is capturing"

@@ -196,9 +196,13 @@ struct NotedCall {
   Ranges ranges{}; // of what it overwrites, while a device reads them; if they are judged later, of all that it reads
   bool later = false; // whether hooks look for values that are not finite, and are told once a device has read them
   std::pair<int64_t, std::string> node{-1, {}}; // what autograd runs, if so
+  std::optional<c10::Device> timed; // where the call runs, if a device times it
 
   ~NotedCall() {
     for (Part& part : parts) {
+      if (part.row.timing.is_open()) {
+        device::drop(part.row.timing);
+      }
       for (Values& each : part.values) {
         if (each.pending.is_open()) { // seldom: this is the path of each call
           device::drop(each.pending);
@@ -452,6 +456,7 @@ struct NotedCall {
         started(check(PyLong_FromLongLong(part.row.started)));
     THPObjectPtr seconds(check(PyFloat_FromDouble(elapsed)));
     THPObjectPtr phase(check(PyUnicode_FromString(backward ? "backward" : "forward")));
+    THPObjectPtr time(check(device::as_python(part.row.timing)));
     return check(PyObject_CallMethodObjArgs(
         pipeline_of(part.ring),
         beside_kernel_name,
@@ -469,6 +474,7 @@ struct NotedCall {
         output,
         exception,
         seconds.get(),
+        time.get(),
         has_row ? Py_True : Py_False,
         judged ? Py_True : Py_False,
         nullptr));
@@ -740,6 +746,7 @@ bool put_row(NotedCall& call, Part& part, std::string& key) {
   bool half_full = false;
   bool written = call.write(part, key);
   if (written && (!part.noted || part.ring->put(part.known, key, part.row, part.values, half_full))) {
+    part.row.timing = part.noted ? device::Timing() : part.row.timing;
     call.count(part);
     if (half_full) {
       Locked locked;
@@ -750,6 +757,7 @@ bool put_row(NotedCall& call, Part& part, std::string& key) {
   if (written) { // hooks cannot see it again: its record is written, and what it has overwritten is gone
     Locked locked;
     if (PyObject* row = part.ring->as_python(part.known, key, part.row, part.values); row != nullptr) {
+      part.row.timing = {};
       THPObjectPtr owned(row);
       Hidden hooks(call.entry.hidden, call.entry.hidden_scope, call.scope);
       THPObjectPtr(check(PyObject_CallMethodObjArgs(pipeline_of(part.ring), deliver_name, row, nullptr)));
@@ -770,7 +778,9 @@ void tell(
   std::optional<Unjudged> unjudged;
   bool judged = false;
   if (later) {
-    unjudged.emplace(part.known, part.row, call.node.first, call.node.second);
+    Row row = part.row;
+    row.timing = {};
+    unjudged.emplace(part.known, row, call.node.first, call.node.second);
     unjudged->ranges = is_last ? std::move(call.ranges) : call.ranges.shared();
     judged = noted && part.ring->put(key, *unjudged);
   }
@@ -815,7 +825,8 @@ bool opintercept::ran_noted(
   if (call.backward && (recording || is_recompute())) {
     return false; // may be a forward call, or be recorded as one
   }
-  bool links = false, on_host = false, reads = false, settings = false, finite = false, at_once = false;
+  bool links = false, on_host = false, reads = false, settings = false, times = false, finite = false;
+  bool at_once = false;
   for (Ring* ring : entry->rings) {
     GenerationPtr known = ring->current();
     if (known == nullptr) {
@@ -827,6 +838,7 @@ bool opintercept::ran_noted(
     on_host = on_host || plan.on_host();
     reads = reads || plan.reads_any();
     settings = settings || plan.settings;
+    times = times || plan.times;
     finite = finite || plan.finite;
     at_once = at_once || (plan.finite && !plan.later);
     call.parts.push_back(
@@ -854,11 +866,15 @@ bool opintercept::ran_noted(
   key.text.append(reinterpret_cast<const char*>(&overload.number), sizeof overload.number);
   for (size_t i = 0; i < count; i++) {
     const c10::IValue& value = call.values[i];
-    if ((on_host || reads) && value.isTensor() && value.toTensor().defined() && !value.toTensor().is_cpu()) {
-      if (on_host || !device::can_read(value.toTensor().device())) {
+    if ((on_host || reads || times) && value.isTensor() && value.toTensor().defined() && !value.toTensor().is_cpu()) {
+      const c10::Device device = value.toTensor().device();
+      if (on_host || (reads && !device::can_read(device)) || (times && !device::can_time(device))) {
         return false;
       }
-      reads = false; // one device is enough to ask
+      if (times) {
+        call.timed = device;
+      }
+      reads = times = false; // one device is enough to ask
     }
     if (describes && !look_at(key.text, value, fractions)) {
       return false;
@@ -932,6 +948,11 @@ bool opintercept::ran_noted(
     }
   }
   call.given.assign(call.values, call.values + count);
+  for (Part& part : call.parts) {
+    if (call.timed && part.plan().times && part.noted) {
+      device::begin(*call.timed, part.row.timing);
+    }
+  }
   auto started = std::chrono::steady_clock::now();
   try {
     inside_noted = true;
@@ -950,6 +971,11 @@ bool opintercept::ran_noted(
     throw;
   }
   call.elapsed = seconds_since(started);
+  for (Part& part : call.parts) {
+    if (part.row.timing.is_open()) {
+      device::end(*call.timed, part.row.timing);
+    }
+  }
   call.values = call.given.data();
   const bool known = !finite || call.look_after(stack->data() + stack->size() - returns, returns);
   for (size_t i = 0; i < call.parts.size(); i++) {

@@ -36,6 +36,7 @@ struct Row {
   int64_t started; // nanoseconds since 1970
   int64_t thread; // the operating system's number
   double elapsed;
+  device::Timing timing; // owned, if it is open
   uint32_t look, place; // what `Ring` remembers
   bool backward;
   int8_t grad_of; // -1, 0 for lhs, 1 for rhs

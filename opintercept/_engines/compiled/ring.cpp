@@ -188,14 +188,23 @@ void each_values(const Plan& of, char* row, const Use& use) {
   }
 }
 
+device::Timing timing_of(const char* row) {
+  Row found;
+  std::memcpy(&found, row, sizeof found);
+  return found.timing;
+}
+
 void drop_row(const Plan& of, char* row) {
   each_values(of, row, [](Values& values) { device::drop(values.pending); });
+  if (device::Timing timing = timing_of(row); timing.is_open()) {
+    device::drop(timing);
+  }
 }
 
 bool has_arrived(const Plan& of, char* row) {
   bool found = true;
   each_values(of, row, [&](Values& values) { found = found && device::has_arrived(values.pending); });
-  return found;
+  return found && (!of.times || device::has_arrived(timing_of(row)));
 }
 
 } // namespace
@@ -333,10 +342,18 @@ PyObject *role_names[ROLES], *forward_name, *backward_name;
 
 namespace {
 
-// ((summary, index, step, phase, place, forward, grad_of, autocast, started, thread, elapsed), values by role, learned)
+// ((summary, index, step, phase, place, forward, grad_of, autocast, started, thread, elapsed, timed), values by role,
+// learned). Waits for the device that times the call.
 PyObject* in_python(
-    const Plan& plan, const Row& row, const std::array<Values, ROLES>& values, PyObject* look, PyObject* place) {
-  THPObjectPtr look_owned(look), place_owned(place), found(PyDict_New());
+    const Plan& plan, Row row, const std::array<Values, ROLES>& values, PyObject* look, PyObject* place) {
+  THPObjectPtr look_owned(look), place_owned(place), found(PyDict_New()), timed(Py_NewRef(Py_None));
+  if (row.timing.is_open()) {
+    PyObject* idle = row.timing.idle ? Py_True : Py_False;
+    PyThreadState* state = PyEval_SaveThread();
+    const double seconds = device::wait_for(row.timing);
+    PyEval_RestoreThread(state);
+    timed = Py_BuildValue("(dO)", seconds, idle);
+  }
   if (found.get() == nullptr) {
     return nullptr;
   }
@@ -350,7 +367,7 @@ PyObject* in_python(
     }
   }
   return Py_BuildValue(
-      "((OLLOONOOLLd)OO)",
+      "((OLLOONOOLLdO)OO)",
       PyTuple_GET_ITEM(look, 0), // summary
       static_cast<long long>(row.index),
       static_cast<long long>(row.step),
@@ -362,6 +379,7 @@ PyObject* in_python(
       static_cast<long long>(row.started),
       static_cast<long long>(row.thread),
       row.elapsed,
+      timed.get(),
       found.get(),
       PyTuple_GET_ITEM(look, 2)); // learned
 }
@@ -619,15 +637,15 @@ bool find_roles(PyObject* names, std::array<bool, ROLES>& found) {
   return true;
 }
 
-// plan(rows, finite, waits, later, place, links, settings, roles, hashed, target or None, sink or None, its roles, checker or None)
+// plan(rows, finite, waits, later, place, links, settings, times, roles, hashed, target or None, sink or None, its roles, checker or None)
 // -> whether it is set; not while there are rows
 PyObject* set_plan(PyObject* self, PyObject* args) {
   auto plan = std::make_shared<Plan>();
-  int rows, finite, waits, later, place, links, settings, hashed;
+  int rows, finite, waits, later, place, links, settings, times, hashed;
   PyObject *roles, *target, *sink, *written, *checker;
   if (!PyArg_ParseTuple(
           args,
-          "pppppppO!pOOO!O",
+          "ppppppppO!pOOO!O",
           &rows,
           &finite,
           &waits,
@@ -635,6 +653,7 @@ PyObject* set_plan(PyObject* self, PyObject* args) {
           &place,
           &links,
           &settings,
+          &times,
           &PyTuple_Type,
           &roles,
           &hashed,
@@ -652,6 +671,7 @@ PyObject* set_plan(PyObject* self, PyObject* args) {
   plan->place = place;
   plan->links = links;
   plan->settings = settings;
+  plan->times = times;
   plan->hashed = hashed;
   plan->has_target = target != Py_None;
   if (plan->has_target && !PyArg_ParseTuple(target, "dd", &plan->target.tiny, &plan->target.huge)) {

@@ -31,6 +31,7 @@ void give_up(std::vector<PyObject*> objects);
 // What the hooks of a ring want of each call, see `_core.in_kernel.Work`.
 struct Plan {
   bool rows = false, finite = false, waits = false, later = false, place = false, links = false, settings = false;
+  bool times = false; // whether calls on devices are timed there
   bool hashed = false, has_target = false;
   std::array<bool, ROLES> reads{};
   Target target{};
@@ -40,7 +41,7 @@ struct Plan {
   std::vector<PyObject*> owned; // what these belong to
 
   bool on_host() const { // whether calls on other devices are for Python
-    return (finite && !waits) || settings || checker != nullptr;
+    return (finite && !waits) || checker != nullptr;
   }
   bool reads_any() const {
     return finite || reads != std::array<bool, ROLES>{};

@@ -19,6 +19,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <map>
 #include <mutex>
@@ -55,6 +56,11 @@ struct Driver {
   Result (*cuStreamIsCapturing)(void*, int*);
   Result (*cuStreamGetId)(void*, uint64_t*);
   Result (*cuStreamQuery)(void*);
+  Result (*cuEventCreate)(void**, unsigned);
+  Result (*cuEventRecord)(void*, void*);
+  Result (*cuEventQuery)(void*);
+  Result (*cuEventSynchronize)(void*);
+  Result (*cuEventElapsedTime)(float*, void*, void*);
   Result (*cuThreadExchangeStreamCaptureMode)(int*);
   Result (*cuGetErrorString)(Result, const char**);
   Result (*cuLaunchKernel)(
@@ -141,6 +147,12 @@ struct OfStream {
 struct Device {
   void *context = nullptr, *function = nullptr;
   std::map<uint64_t, OfStream> streams; // by what CUDA gives no other stream
+  std::vector<uint32_t> events; // that nobody waits for
+};
+
+struct Event {
+  void* event;
+  size_t ordinal;
 };
 
 struct Waiting { // for whom a row is written
@@ -157,6 +169,7 @@ struct State {
   std::vector<Pending> dropped; // before they were written
   std::vector<Waiting> waiting = std::vector<Waiting>(MOST_LOTS * LOT);
   std::vector<uint8_t> owners = std::vector<uint8_t>(MOST_LOTS * LOT); // of each row
+  std::deque<Event> events{{nullptr, 0}}; // 0 stands for none
   size_t made = 0;
   uint64_t marks = 0;
 
@@ -368,18 +381,114 @@ size_t number_of(c10::Device device) {
 
 } // namespace
 
-bool can_read(c10::Device device) {
+// Whether something is known of a device, and its current stream captures no graph.
+static bool is_free(c10::Device device, void* Device::* what) {
   State* known = state.load(std::memory_order_acquire);
   if (known == nullptr || device.type() != type || number_of(device) >= MOST_DEVICES) {
     return false;
   }
   Device& own = known->devices[number_of(device)];
-  if (__atomic_load_n(&own.function, __ATOMIC_ACQUIRE) == nullptr) {
+  if (__atomic_load_n(&(own.*what), __ATOMIC_ACQUIRE) == nullptr) {
     return false;
   }
   Entered entered(own.context);
   int capturing = 0;
   return driver.cuStreamIsCapturing(stream_of(device), &capturing) == SUCCESS && capturing == 0;
+}
+
+bool can_read(c10::Device device) {
+  return is_free(device, &Device::function);
+}
+
+bool can_time(c10::Device device) {
+  return is_free(device, &Device::context);
+}
+
+// In the context of a device: the number of an event that its stream has come to when the device has done what is before
+// it; 0 if there is none.
+static uint32_t record(State& known, size_t ordinal, void* stream) {
+  void* event = nullptr;
+  uint32_t number = 0;
+  {
+    std::lock_guard lock(known.mutex);
+    auto& free = known.devices[ordinal].events;
+    if (free.empty()) {
+      if (driver.cuEventCreate(&event, 0) != SUCCESS) {
+        return 0;
+      }
+      free.push_back(static_cast<uint32_t>(known.events.size()));
+      known.events.push_back({event, ordinal});
+    }
+    number = free.back();
+    free.pop_back();
+    event = known.events[number].event;
+  }
+  if (driver.cuEventRecord(event, stream) == SUCCESS) {
+    return number;
+  }
+  std::lock_guard lock(known.mutex);
+  known.devices[ordinal].events.push_back(number);
+  return 0;
+}
+
+static Event event_of(State& known, uint32_t number) {
+  std::lock_guard lock(known.mutex);
+  return known.events[number];
+}
+
+void begin(c10::Device device, Timing& timing) {
+  State& known = *state.load(std::memory_order_acquire);
+  Entered entered(known.devices[number_of(device)].context);
+  timing.started = record(known, number_of(device), stream_of(device));
+}
+
+void end(c10::Device device, Timing& timing) {
+  State& known = *state.load(std::memory_order_acquire);
+  const Event first = event_of(known, timing.started);
+  Entered entered(known.devices[number_of(device)].context);
+  timing.idle = driver.cuEventQuery(first.event) == SUCCESS;
+  timing.ended = record(known, number_of(device), stream_of(device));
+  if (timing.ended == 0) {
+    drop(timing);
+  }
+}
+
+bool has_arrived(const Timing& timing) {
+  State* known = state.load(std::memory_order_acquire);
+  if (timing.ended == 0 || known == nullptr) {
+    return true;
+  }
+  const Event last = event_of(*known, timing.ended);
+  Entered entered(known->devices[last.ordinal].context);
+  return driver.cuEventQuery(last.event) != NOT_READY;
+}
+
+double wait_for(Timing& timing) {
+  State* known = state.load(std::memory_order_acquire);
+  float milliseconds = 0;
+  if (timing.ended != 0 && known != nullptr) {
+    const Event first = event_of(*known, timing.started), last = event_of(*known, timing.ended);
+    Entered entered(known->devices[last.ordinal].context);
+    if (driver.cuEventSynchronize(last.event) != SUCCESS ||
+        driver.cuEventElapsedTime(&milliseconds, first.event, last.event) != SUCCESS) {
+      milliseconds = 0;
+    }
+  }
+  drop(timing);
+  return milliseconds * 1e-3;
+}
+
+void drop(Timing& timing) {
+  State* known = state.load(std::memory_order_acquire);
+  if (known != nullptr) {
+    std::lock_guard lock(known->mutex);
+    for (uint32_t number : {timing.started, timing.ended}) {
+      if (number != 0) { // its next use replaces what it stands for, whether the stream has come to it or not
+        known->devices[known->events[number].ordinal].events.push_back(number);
+      }
+    }
+  }
+  timing = {};
 }
 
 Launch::Launch() = default;
@@ -620,6 +729,11 @@ void set_up(const char* library, const char* device_type) {
   FIND(cuStreamIsCapturing);
   FIND(cuStreamGetId);
   FIND(cuStreamQuery);
+  FIND(cuEventCreate);
+  FIND(cuEventRecord);
+  FIND(cuEventQuery);
+  FIND(cuEventSynchronize);
+  FIND(cuEventElapsedTime);
   FIND(cuThreadExchangeStreamCaptureMode);
   FIND(cuGetErrorString);
   FIND(cuLaunchKernel);
@@ -631,20 +745,32 @@ void set_up(const char* library, const char* device_type) {
   }
 }
 
-void load(size_t ordinal, const void* code) {
+static Device& device_of(size_t ordinal) {
   State* known = state.load(std::memory_order_acquire);
   if (known == nullptr || ordinal >= MOST_DEVICES) {
     throw std::runtime_error("a process that was forked has no devices");
   }
-  int number = 0;
-  Device& own = known->devices[ordinal];
-  void *context = nullptr, *module = nullptr, *function = nullptr;
-  check(driver.cuDeviceGet(&number, static_cast<int>(ordinal)), "cuDeviceGet");
-  check(driver.cuDevicePrimaryCtxRetain(&context, number), "cuDevicePrimaryCtxRetain");
-  Entered entered(context);
+  return known->devices[ordinal];
+}
+
+void enter(size_t ordinal) {
+  Device& own = device_of(ordinal);
+  if (own.context == nullptr) {
+    int number = 0;
+    void* context = nullptr;
+    check(driver.cuDeviceGet(&number, static_cast<int>(ordinal)), "cuDeviceGet");
+    check(driver.cuDevicePrimaryCtxRetain(&context, number), "cuDevicePrimaryCtxRetain");
+    __atomic_store_n(&own.context, context, __ATOMIC_RELEASE);
+  }
+}
+
+void load(size_t ordinal, const void* code) {
+  enter(ordinal);
+  Device& own = device_of(ordinal);
+  void *module = nullptr, *function = nullptr;
+  Entered entered(own.context);
   check(driver.cuModuleLoadData(&module, code), "cuModuleLoadData");
   check(driver.cuModuleGetFunction(&function, module, "opintercept_read"), "cuModuleGetFunction");
-  own.context = context;
   __atomic_store_n(&own.function, function, __ATOMIC_RELEASE);
 }
 

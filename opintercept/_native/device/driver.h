@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <Python.h>
+
 #include "../vectors/read_values.h"
 
 #include <ATen/core/Tensor.h>
@@ -14,9 +16,11 @@
 
 namespace opintercept::device {
 
-// Finds the driver's functions in a library, for devices of a type, and loads the kernel's code for one of them. Both
-// throw a std::runtime_error that says what is wrong.
+// Finds the driver's functions in a library, for devices of a type. Then, for one of these, enters the context that torch
+// uses, which is enough to time calls, and loads the kernel's code. All throw a std::runtime_error that says what is
+// wrong.
 void set_up(const char* library, const char* device_type);
+void enter(size_t ordinal);
 void load(size_t ordinal, const void* code);
 
 // A row that a launch writes, and by what it is known that it has. Each of its owners waits for it or drops it, once.
@@ -70,6 +74,25 @@ class Launch {
   std::vector<std::optional<Version>> lasting; // beside them
   c10::Device device{c10::DeviceType::CPU};
 };
+
+// What the device needs for a call, between two events on its stream. Each is waited for or dropped, once.
+struct Timing {
+  uint32_t started = 0, ended = 0; // the numbers of the events; 0 for none
+  bool idle = false; // whether the device was there before the host had begun the call, and may have waited for it
+
+  bool is_open() const {
+    return started != 0;
+  }
+};
+
+// Whether calls on a device can be timed now: its context is there, and its current stream captures no graph.
+bool can_time(c10::Device device);
+void begin(c10::Device device, Timing& timing); // leaves it closed if there is no event to be had
+void end(c10::Device device, Timing& timing);
+bool has_arrived(const Timing& timing);
+double wait_for(Timing& timing); // seconds, without the interpreter's lock; 0 if the device has failed
+void drop(Timing& timing);
+PyObject* as_python(Timing& timing); // which then owns it, see `Timed` in readings.cpp; None if it is closed
 
 bool has_arrived(const Pending& pending);
 // Waits for the row. False if it will not come. Without the interpreter's lock.

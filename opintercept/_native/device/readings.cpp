@@ -1,4 +1,4 @@
-// `Reading`, what a launch reads of a tensor on a device, in Python's terms; see `_native/device.py`.
+// `Reading`, what a launch reads of a tensor on a device, and `Timed`, what a device takes for a call, in Python's terms.
 //
 // Invariant: without the interpreter's lock, nothing here holds more than a row.
 
@@ -10,6 +10,7 @@
 #include <atomic>
 #include <mutex>
 #include <stdexcept>
+#include <utility>
 
 namespace {
 
@@ -59,6 +60,32 @@ PyMethodDef methods_of_reading[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
+struct Timed {
+  device::Timing timing;
+  double seconds = 0;
+  bool idle = false;
+
+  ~Timed() {
+    device::drop(timing);
+  }
+};
+
+// found() -> (seconds, whether the device was idle before); waits for the device
+PyObject* found_time(PyObject* self, PyObject*) {
+  Timed& timed = *Wrapped<Timed>::of(self);
+  if (timed.timing.is_open()) { // with the lock from here on to the next line, so that one thread waits
+    device::Timing timing = std::exchange(timed.timing, {});
+    Unlocked others(true);
+    timed.seconds = device::wait_for(timing);
+  }
+  return Py_BuildValue("(dO)", timed.seconds, timed.idle ? Py_True : Py_False);
+}
+
+PyMethodDef methods_of_timed[] = {
+    {"found", found_time, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
 // Runs `use` without the interpreter's lock, since a driver may wait for a device, and that for another thread of Python.
 template <typename Use>
 auto unlocked(const Use& use) {
@@ -85,6 +112,12 @@ PyObject* set_up_device(PyObject*, PyObject* args) {
     return nullptr;
   }
   return caught([&] { device::set_up(library, type); });
+}
+
+// enter_device(number of the device)
+PyObject* enter_device(PyObject*, PyObject* number) {
+  const size_t ordinal = PyLong_AsSize_t(number);
+  return PyErr_Occurred() ? nullptr : caught([&] { device::enter(ordinal); });
 }
 
 // load_on_device(number of the device, code)
@@ -141,6 +174,7 @@ PyObject* read_on_device(PyObject*, PyObject* args) {
 
 PyMethodDef functions[] = {
     {"set_up_device", set_up_device, METH_VARARGS, nullptr},
+    {"enter_device", enter_device, METH_O, nullptr},
     {"load_on_device", load_on_device, METH_VARARGS, nullptr},
     {"read_on_device", read_on_device, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
@@ -148,6 +182,20 @@ PyMethodDef functions[] = {
 
 } // namespace
 
+PyObject* opintercept::device::as_python(Timing& timing) {
+  if (!timing.is_open()) {
+    Py_RETURN_NONE;
+  }
+  PyObject* made = PyObject_CallNoArgs(reinterpret_cast<PyObject*>(&Wrapped<Timed>::type));
+  if (made != nullptr) {
+    Timed& timed = *Wrapped<Timed>::of(made);
+    timed.idle = timing.idle;
+    timed.timing = std::exchange(timing, {});
+  }
+  return made;
+}
+
 bool opintercept_add_readings(PyObject* module) {
-  return Wrapped<Reading>::add(module, "Reading", methods_of_reading) && PyModule_AddFunctions(module, functions) == 0;
+  return Wrapped<Reading>::add(module, "Reading", methods_of_reading) &&
+      Wrapped<Timed>::add(module, "Timed", methods_of_timed) && PyModule_AddFunctions(module, functions) == 0;
 }
