@@ -78,7 +78,8 @@ class Work(NamedTuple):
         settings: Whether `learn` depends on torch's settings for the precision of products.
         times: Whether calls on a device are timed there, as `timed` of the note says.
         writes: Where to write a record of each call. Then `learn` returns the number of the call's signature there.
-        checker: Makes the `Checker` that checks each product. The hook's `post` is called if one is suspect.
+        checker: Makes the `Checker` that checks each product. The hook's `post` is called if one is suspect, or its
+            `arrived` if a device says so later.
         keeps: Whether the hook takes the calls together, with `keep`, and looks at them later. It does so if every hook
             of the interceptor does; otherwise each call goes to `noted`.
     """
@@ -188,7 +189,7 @@ class RecordWriter(Protocol):
 class Checker(Protocol):
     """The checker in C++, see `_engines/compiled/checker.cpp`."""
 
-    def set_up(self, limit: float, exact: bool, every: int, signs_of: Any, form_of: Any, /) -> None: ...
+    def set_up(self, limit: float, exact: bool, every: int, signs_of: Any, form_of: Any, limits_of: Any, /) -> None: ...
     def taken(self) -> tuple[Any, Any, bool] | None: ...
     def forget(self, rhs: Any, wide: bool, /) -> None: ...
     def counts(self) -> tuple[int, int, list[tuple[Any, int]]]: ...
@@ -200,3 +201,6 @@ class Checks(Protocol):
 
     def use(self, make: Callable[[], Checker]) -> Checker:
         """Return the checker of this hook, made and set up if there is none."""
+
+    def arrived(self, calls: Any) -> None:
+        """Take products of which a device says that a row is suspect: triples of a note, what it says, and None."""

@@ -33,7 +33,7 @@ class Ring(Protocol):
     def take(self, waits: bool, /) -> tuple[tuple[Any, ...], dict[str, Found], tuple[Any, ...]] | None: ...
     def take_all(self) -> Chunk | None: ...
     def has_odd(self, any_left: bool, /) -> bool: ...
-    def take_odd(self, waits: bool, /) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]] | None: ...
+    def take_odd(self, waits: bool, /) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...] | None] | None: ...
     def empty(self) -> bool: ...
     def forget_parent(self) -> None: ...
 
@@ -45,7 +45,7 @@ class NotedCalls:
         ring: Where kernels put them.
     """
 
-    __slots__ = ("_failures", "_hooks", "_keeps", "_lock", "_notifier", "_writer", "finite", "later", "ring")
+    __slots__ = ("_checks", "_failures", "_hooks", "_keeps", "_lock", "_notifier", "_writer", "finite", "later", "ring")
 
     def __init__(self, ring: Ring) -> None:
         self.ring = ring
@@ -54,6 +54,7 @@ class NotedCalls:
         # Weak, since rows keep what was learned for a handle, and the collector of garbage does not see the ring's.
         self._hooks: tuple[tuple[weakref.ref[Handle], InKernel], ...] = ()
         self._keeps = False  # whether all of these take their calls together
+        self._checks: tuple[tuple[weakref.ref[Handle], None], ...] = ()  # of the hook that checks products
         self._writer: tuple[InKernel, RecordWriter] | None = None
         self._lock: Any = threading.RLock()  # for `_is_owned`, which `Condition` uses too
         self._notifier: int | None = None  # the thread that notifies hooks
@@ -69,7 +70,7 @@ class NotedCalls:
         """
         self.ring.suspend()
         flush()
-        self._hooks, self.finite, self.later, self._writer = (), (), (), None
+        self._hooks, self.finite, self.later, self._checks, self._writer = (), (), (), (), None
         written: tuple[str, ...] = ()
         hooks: list[Any] = [handle.hook for handle in handles]
         works: list[Work | None] = [hook.work() if _is_in_kernel(hook) else None for hook in hooks]
@@ -80,6 +81,7 @@ class NotedCalls:
         self._hooks = tuple((weakref.ref(handle), hook) for handle, hook, work in every if work.rows)
         self.finite = tuple(handle for handle, _, work in every if work.finite)
         self.later = self.finite if together.later else ()
+        self._checks = tuple((weakref.ref(handle), None) for handle, _, work in every if work.checker is not None)
         self._keeps = together.rows and together.keeps
         sink = checker = None
         for hook, work in zip(hooks, works, strict=True):
@@ -163,9 +165,13 @@ class NotedCalls:
         take = self.ring.take
         while not failed and (row := take(waits)) is not None:
             failed = notify(PendingRecord(*row[0]), row[1], row[2])
-        odd: list[tuple[PendingRecord, CallRanges, tuple[Any, ...]]] = []
+        odd: list[tuple[PendingRecord, Any, tuple[Any, ...]]] = []
         while not failed and (found := self.ring.take_odd(settle)) is not None:
-            odd.append((PendingRecord(*found[0]), CallRanges(*found[1]), found[2]))
+            note, seen, learned = found
+            if learned is None:  # a product
+                odd.append((PendingRecord(*note), seen, self._checks))
+            else:
+                odd.append((PendingRecord(*note), CallRanges(*seen), learned))
         return notify(odd, {}, ()) if odd else failed
 
     def learn(self, call: OpCall) -> tuple[tuple[Any, ...], bytes | None, tuple[Any, ...] | None] | None:

@@ -26,7 +26,7 @@ from opintercept._core.errors import HookError, OpInterceptWarning
 from opintercept._core.exits import never_began, raised_here
 from opintercept._core.fork import in_child
 from opintercept._core.hook import Handle, Hook, Level, OnError
-from opintercept._core.in_kernel import OVERWRITTEN, Found, Overwritten
+from opintercept._core.in_kernel import OVERWRITTEN, CallRanges, Found, Overwritten
 from opintercept._core.noted import Failure, NotedCalls, Ring
 from opintercept._core.record import CallRecord, PendingRecord, Phase, signature_of
 from opintercept._core.replace import check_alike, check_replacement, checked_inputs, written_back
@@ -200,9 +200,10 @@ class Pipeline:
         names = tuple(self.unseen)
         by_hook: dict[Handle, list[Any]] = {}
         for note, seen, learned in calls:
+            told = seen._replace(unseen=names[: seen.unseen]) if isinstance(seen, CallRanges) else seen
             for reference, known in learned:
                 if (handle := reference()) is not None and not handle.removed:
-                    by_hook.setdefault(handle, []).append((note, seen._replace(unseen=names[: seen.unseen]), known))
+                    by_hook.setdefault(handle, []).append((note, told, known))
         for handle, found in by_hook.items():
             hook: Any = handle.hook
             try:

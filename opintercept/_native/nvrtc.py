@@ -1,4 +1,4 @@
-"""Compiles `device/kernel.h` for a kind of GPU, with the NVRTC that torch brings along, and keeps the code on disk.
+"""Compiles kernels in `device/` for a kind of GPU, with the NVRTC that torch brings along, and keeps the code on disk.
 
 Invariant: the code on disk is whole, and stands for the source, the options and NVRTC's version in its name. Nothing
 here asks a device, so that code can be made on a machine that has none.
@@ -18,31 +18,34 @@ from pathlib import Path
 from opintercept._native.build import cache_folder
 
 SOURCE = Path(__file__).with_name("device") / "kernel.h"
+CHECKS = SOURCE.with_name("checksum.h")  # which includes the other one
 # Without the last one, a product and a sum would become one operation with other bits than on the host.
 OPTIONS = ["--std=c++20", "--device-as-default-execution-space", "--fmad=false"]
 _NAMES = "libnvrtc.so.{}", "libnvrtc.so"
 
 
-def code_for(architecture: str, cuda: str) -> bytes:
-    """The kernel for an architecture such as `"sm_90"`.
+def code_for(architecture: str, cuda: str, checks: bool = False) -> bytes:
+    """The kernel that reads values, or those for checks, for an architecture such as `"sm_90"`.
 
     Args:
         architecture: What the kernel runs on.
         cuda: The version of CUDA that torch was built for, `"13.0"` say.
+        checks: Whether to compile `CHECKS`.
 
     Raises:
         RuntimeError: There is no NVRTC, or it cannot compile the kernel.
     """
     library = _library(cuda.partition(".")[0])
-    source, version = SOURCE.read_bytes(), _version(library)
-    known = hashlib.sha256(b"\0".join([source, *map(str.encode, (*OPTIONS, version))])).hexdigest()[:16]
+    sources, version = [CHECKS, SOURCE] if checks else [SOURCE], _version(library)
+    texts = [each.read_bytes() for each in sources]
+    known = hashlib.sha256(b"\0".join([*texts, *map(str.encode, (*OPTIONS, version))])).hexdigest()[:16]
     try:
-        path = cache_folder() / f"kernel-{architecture}-{known}.cubin"
+        path = cache_folder() / f"{sources[0].stem}-{architecture}-{known}.cubin"
     except RuntimeError:  # a user without a home compiles in each process
-        return _compiled(library, source, architecture)
+        return _compiled(library, sources, architecture)
     code = _kept(path)
     if code is None:
-        code = _compiled(library, source, architecture)
+        code = _compiled(library, sources, architecture)
         with contextlib.suppress(OSError):
             _keep(path, code)
     return code
@@ -99,14 +102,17 @@ def _version(library: ctypes.CDLL) -> str:
     return f"{major.value}.{minor.value}"
 
 
-def _compiled(library: ctypes.CDLL, source: bytes, architecture: str) -> bytes:
+def _compiled(library: ctypes.CDLL, sources: list[Path], architecture: str) -> bytes:
+    """The code of the first source, which includes the others."""
     options = [each.encode() for each in (*OPTIONS, f"--gpu-architecture={architecture}")]
     program = ctypes.c_void_p()
-    _check(
-        library,
-        library.nvrtcCreateProgram(ctypes.byref(program), source, SOURCE.name.encode(), 0, None, None),
-        "nvrtcCreateProgram",
+    (source, *headers), (name, *names) = (
+        [each.read_bytes() for each in sources],
+        [each.name.encode() for each in sources],
     )
+    many = ctypes.c_char_p * len(headers)
+    result = library.nvrtcCreateProgram(ctypes.byref(program), source, name, len(headers), many(*headers), many(*names))
+    _check(library, result, "nvrtcCreateProgram")
     try:
         result = library.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
         log = _text_of(library, program, "ProgramLog") if result else b""

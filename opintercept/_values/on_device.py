@@ -28,8 +28,10 @@ _ROW = 12  # words, see `device/kernel.h:Row`
 
 entered: dict[int, bool] = {}
 """Whether kernels in C++ can time calls on a device, by its number."""
-ready: dict[int, bool] = {}
-"""Whether the kernel is loaded on a device, by its number; none of those that nobody has read from."""
+ready: dict[Any, bool] = {}
+"""Whether the kernel is loaded on a device, by its number; none of those that nobody has read from.
+
+The kernels for checks are by `(number, "checks")`."""
 reason = ""
 """Why the kernel does not read on some device, in one line."""
 unread: Counter[str] = Counter()
@@ -97,17 +99,23 @@ def read(tensor: torch.Tensor, limits: tuple[float, float] | None, hashed: bool)
     return None
 
 
-def is_ready(device: torch.device) -> bool:
-    """Whether the kernel is loaded on a device; loads it if nobody has tried. Then kernels in C++ launch it, too."""
+def is_ready(device: torch.device, checks: bool = False) -> bool:
+    """Whether the kernel is loaded on a device; loads it if nobody has tried. Then kernels in C++ launch it, too.
+
+    Args:
+        device: The device.
+        checks: Whether to ask for the kernels that check products instead.
+    """
     if device.type != DEVICE:
         return False
     number = device.index or 0
-    known = ready.get(number)
+    key = (number, "checks") if checks else number
+    known = ready.get(key)
     if known is None:
         with _lock:
-            known = ready.get(number)
+            known = ready.get(key)
             if known is None:
-                known = ready[number] = _load(device, number)
+                known = ready[key] = _load(device, number, checks)
     return known
 
 
@@ -136,13 +144,13 @@ def _enter(module: Any, number: int) -> None:
     module.enter_device(number)
 
 
-def _load(device: torch.device, number: int) -> bool:
+def _load(device: torch.device, number: int, checks: bool) -> bool:
     global reason
     module = library.find().module
     try:
         _enter(module, number)
-        code = nvrtc.code_for(architecture_of(device), torch.version.cuda or "")
-        module.load_on_device(number, code)
+        code = nvrtc.code_for(architecture_of(device), torch.version.cuda or "", checks)
+        module.load_on_device(number, code, checks)
     except Exception as error:  # whatever a driver, a compiler or a file system is not ready for
         reason = str(error)
         level = logging.INFO if module is None or torch.version.hip else logging.WARNING

@@ -47,16 +47,19 @@ def test_a_hook_for_which_the_device_has_no_memory_left_leaves_calls_out() -> No
     assert calls == [{}, {}]
 
 
-def test_no_hook_lets_the_program_fail_that_has_no_memory_left_for_it() -> None:
+@pytest.mark.parametrize("driver", [False, True], ids=["", "in launches"])
+def test_no_hook_lets_the_program_fail_that_has_no_memory_left_for_it(driver: bool) -> None:
     leaves_out = "leaves out {} for which the device has no memory left; {}"
     remedy = "copy to the host with to='cpu', or keep less with hooks.when(...), index= or sample="
+    record = 'record fewer calls, or tensors="stats"'
     copies = [f"Capture {leaves_out.format('tensors', remedy)}"]
     skipped = "AttentionWeights skipped 4 attention calls: aten::bmm: the device has no memory left (4 times)"
-    assert on_a_device("device_edges.py", "short") == {
+    assert on_a_device("device_edges.py", "short", *["--driver"] * driver) == {
         "Capture, same": copies,
         "Capture, gradients": copies,
         "Gradients": [f"Gradients {leaves_out.format('gradients', 'choose calls with hooks.when(...)')}"],
         "AttentionWeights": [skipped],
+        **({"RunRecorder, full": [f"RunRecorder {leaves_out.format('tensors', record)}"]} if driver else {}),
     }
 
 
@@ -70,16 +73,26 @@ def test_hooks_find_on_two_streams_and_devices_what_they_find_on_the_cpu() -> No
         assert on_device == on_cpu
 
 
-def test_products_that_are_wrong_are_found_where_they_are_on_the_cpu() -> None:
-    on_device, on_cpu = on_a_device("device_edges.py", "wrong")
+@pytest.mark.parametrize("driver", [False, True], ids=["", "in launches"])
+def test_products_that_are_wrong_are_found_where_they_are_on_the_cpu(driver: bool) -> None:
+    on_device, on_cpu = on_a_device("device_edges.py", "wrong", *["--driver"] * driver)
     assert len(on_cpu) == 16
     assert on_device == on_cpu
 
 
-def test_tensor_cores_of_a_device_have_the_bounds_that_they_have_on_the_cpu() -> None:
-    on_device, on_cpu = on_a_device("device_edges.py", "cores")
+@pytest.mark.parametrize("driver", [False, True], ids=["", "in launches"])
+def test_tensor_cores_of_a_device_have_the_bounds_that_they_have_on_the_cpu(driver: bool) -> None:
+    on_device, on_cpu = on_a_device("device_edges.py", "cores", *["--driver"] * driver)
     assert len(on_cpu) == 32
     assert on_device == on_cpu
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["", "late rows"])
+def test_wrong_products_are_found_without_python_once_it_has_seen_such_a_call(late: bool) -> None:
+    found = on_a_device("device_edges.py", "unshown", "--driver", *["--late"] * late)
+    findings, checked_early, in_python, checked, rows = found
+    assert findings == [[call, [0, 5 + call], True] for call in (3, 11, 12, 17)]
+    assert (checked_early, in_python, checked, rows) == (4, 2, 20, 120)
 
 
 def test_no_hook_adds_to_a_graph_that_is_captured_or_ends_the_capture() -> None:

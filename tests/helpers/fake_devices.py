@@ -39,6 +39,7 @@ def loaded() -> Any:
     module = fresh()
     module.set_up_device(driver()._name, "cpu")
     module.load_on_device(0, CODE)
+    module.load_on_device(0, CODE, True)
     return module
 
 

@@ -28,21 +28,27 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("checks", [False, True], ids=["reads", "checks"])
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
 def test_the_kernel_compiles_for_a_gpu_and_is_kept(
-    architecture: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+    architecture: str, checks: bool, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code = nvrtc.code_for(architecture, CUDA)
+    def code_for() -> bytes:
+        return nvrtc.code_for(architecture, CUDA, checks)
+
+    code = code_for()
     assert code[:4] == b"\x7fELF"
-    assert b"opintercept_read" in code
+    assert (b"opintercept_read" in code) is not checks
+    every = [f"opintercept_check_{stage}_{kind}".encode() for stage in range(4) for kind in ("float", "double")]
+    assert {name in code for name in every} == {checks}
     [kept] = cache.iterdir()
     monkeypatch.setattr(nvrtc, "_compiled", lambda *_: b"compiled again")
-    assert nvrtc.code_for(architecture, CUDA) == code
+    assert code_for() == code
     kept.write_bytes(kept.read_bytes()[:-1])  # a part of it
-    assert nvrtc.code_for(architecture, CUDA) == b"compiled again"
-    assert nvrtc.code_for(architecture, CUDA) == b"compiled again"
+    assert code_for() == b"compiled again"
+    assert code_for() == b"compiled again"
     monkeypatch.setattr(nvrtc, "OPTIONS", [])
-    assert nvrtc.code_for(architecture, CUDA) == b"compiled again"
+    assert code_for() == b"compiled again"
     assert len([*cache.iterdir()]) == 2
 
 

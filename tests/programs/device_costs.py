@@ -97,15 +97,17 @@ HOOKS: dict[str, tuple[Hook, Bound]] = {
 
 
 # The first calls, and the end of the block, wait for what has been launched.
-NOTED, SHOWN = Bound(1.2, 1.5, 0.1, 1), Bound(8, 6, 0.1, 1)
+NOTED, SHOWN, CHECKED = Bound(1.2, 1.5, 0.1, 1), Bound(8, 6, 0.1, 1), Bound(4.2, 4.2, 0.1, 1)
 
 
 def bound_of_launches(name: str) -> Bound | None:
     """What a hook may add where one launch reads; None for hooks that do not read in launches.
 
-    One for each call that is noted. The first calls, which hooks see in Python, take one for each tensor, as do all of
-    which a run keeps tensors.
+    One for each call that is noted, and at most four for each product that is checked. The first calls, which hooks see
+    in Python, take one for each tensor, as do all of which a run keeps tensors.
     """
+    if name.startswith("Checksum"):
+        return CHECKED
     if name.startswith(("Stats", "NonFinite()", 'RunRecorder(path, "stats"')):
         return NOTED
     return SHOWN if name.startswith(('RunRecorder(path, "sample"', 'RunRecorder(path, "full"')) else None

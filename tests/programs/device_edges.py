@@ -297,6 +297,48 @@ def cores() -> Any:
     return wrong((torch.float32, torch.bfloat16, torch.float16, torch.complex64))
 
 
+class Watched(hooks.Checksum):
+    """Counts the calls that Python checks."""
+
+    in_python = 0
+
+    def pre(self, call: Any) -> None:
+        self.in_python += 1
+        super().pre(call)
+
+    work = hooks.Checksum.work  # which does not hold for subclasses
+
+
+def unshown() -> Any:
+    """Which products are found wrong of those that a device checks without Python, and how many Python has seen."""
+    wrong_calls = {3, 11, 12, 17}
+    calls = 0
+
+    def mm(a: Tensor, b: Tensor) -> Tensor:
+        nonlocal calls
+        product = torch.bmm(a.unsqueeze(0), b.unsqueeze(0)).squeeze(0)
+        if calls in wrong_calls:
+            product.view(-1)[5 + calls : 6 + calls].add_(100)
+        calls += 1
+        return product
+
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        library.impl("mm", mm, "PrivateUse1", allow_override=True)
+    checksum = Watched(action="record")
+    inputs = [torch.randn(6, 384).to("toy") for _ in range(20)]
+    weight = nn.Parameter(torch.randn(384, 100).to("toy"))
+    with torch.no_grad(), intercept([checksum, hooks.Recorder()], engine="compiled"):
+        for x in inputs:
+            torch.mm(x, weight)
+        checksum.check()
+        early = len(checksum.findings)
+        checksum.check()
+    findings = [(each.record.index, each.position, each.record.source is not None) for each in checksum.findings]
+    return findings, early, checksum.in_python, checksum.checked, checksum.rows
+
+
 HOOKS: dict[str, Callable[[str], Any]] = {
     "Recorder": lambda _: hooks.Recorder(),
     "Profile": lambda _: hooks.Profile(),
@@ -358,6 +400,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "places": places,
     "wrong": wrong,
     "cores": cores,
+    "unshown": unshown,
     "captured": captured,
 }
 
@@ -365,5 +408,7 @@ if __name__ == "__main__":
     faulthandler.enable()
     if "--late" in sys.argv:
         toy_device.take_for_cuda()
+    if "--driver" in sys.argv:
+        toy_device.use_driver()
     print(json.dumps(CASES[sys.argv[1]]()), flush=True)
     os._exit(0)  # autograd's thread may still let go of objects of Python, which would abort while Python ends

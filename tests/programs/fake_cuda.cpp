@@ -3,7 +3,7 @@
 //
 // The host can write the mark of a row late, as a device does: when somebody asks for its stream.
 
-#include "../../opintercept/_native/device/kernel.h"
+#include "../../opintercept/_native/device/checksum.h"
 
 #include <algorithm>
 #include <chrono>
@@ -61,6 +61,16 @@ struct Recorded {
   bool is_over = false;
 };
 
+// Publishes a row that a launch has written, at once or late.
+void publish(void* stream, Word& to, Word mark) {
+  auto write = [&to, mark] { __atomic_store_n(&to, mark, __ATOMIC_RELEASE); };
+  if (is_late) {
+    late.emplace_back(stream, write);
+  } else {
+    write();
+  }
+}
+
 struct Launched {
   Jobs jobs;
   Scratch* scratch;
@@ -105,17 +115,77 @@ void run(const Launched& launch) {
     open(job.to, -1);
     open(job.memo, -1);
     open(launch.scratch, -1);
-    auto publish = [to, mark = launch.mark] { __atomic_store_n(&to->mark, mark, __ATOMIC_RELEASE); };
-    if (launch.mark == 0) {
-      continue; // of a graph: nobody waits for it
-    }
-    if (is_late) {
-      late.emplace_back(launch.stream, publish);
-    } else {
-      publish();
+    if (launch.mark != 0) { // not of a graph, for which nobody waits
+      publish(launch.stream, to->mark, launch.mark);
     }
   }
 }
+
+struct LaunchedCheck {
+  Check check;
+  Counters* counters;
+  Word mark;
+  unsigned blocks;
+  void* stream;
+};
+
+template <int STAGE, typename W>
+void run_check(const LaunchedCheck& launch) {
+  static Room<W> room;
+  const Check& check = launch.check;
+  const void* used[] = {
+      check.lhs.data,
+      check.rhs.data,
+      check.output.data,
+      check.bias.data,
+      check.rows,
+      check.columns,
+      check.inner,
+      check.middle,
+      check.terms,
+      check.to,
+      launch.counters};
+  for (const void* each : used) {
+    open(each, 1);
+  }
+  std::vector<Word> blocks(launch.blocks);
+  std::iota(blocks.begin(), blocks.end(), 0);
+  std::shuffle(blocks.begin(), blocks.end(), order);
+  int written = 0;
+  for (Word block : blocks) {
+    std::memset(static_cast<void*>(&room), 0xFF, sizeof room); // whatever the last block has left
+    written += run_check<STAGE, W>(
+        check,
+        block,
+        *launch.counters,
+        room,
+        [](unsigned* counter, unsigned of) {
+          if (of == 1) {
+            return true;
+          }
+          const bool is_last = ++*counter == of;
+          *counter = is_last ? 0 : *counter;
+          return is_last;
+        },
+        [](Word* word, Word by) { *word = std::max(*word, by); });
+  }
+  const auto* left = reinterpret_cast<const unsigned char*>(launch.counters);
+  const bool is_clean = std::all_of(left, left + sizeof(Counters), [](unsigned char each) { return each == 0; });
+  if (written != (STAGE + 1 == STAGES) || !is_clean) {
+    std::abort();
+  }
+  if (written != 0) {
+    publish(launch.stream, reinterpret_cast<Verdict*>(check.to)->mark, launch.mark);
+  }
+  for (const void* each : used) {
+    open(each, -1);
+  }
+}
+
+using RunCheck = void (*)(const LaunchedCheck&);
+constexpr RunCheck CHECKS[2][STAGES] = {
+    {run_check<0, float>, run_check<1, float>, run_check<2, float>, run_check<3, float>},
+    {run_check<0, double>, run_check<1, double>, run_check<2, double>, run_check<3, double>}};
 
 } // namespace
 
@@ -150,7 +220,16 @@ int cuModuleLoadData(void** module, const void* code) {
 int cuModuleGetFunction(void** function, void*, const char* name) {
   static int kernel;
   *function = &kernel;
-  return asked("cuModuleGetFunction") && std::string(name) == "opintercept_read" ? SUCCESS : INVALID;
+  bool known = std::string(name) == "opintercept_read";
+  for (int wide = 0; wide < 2; wide++) {
+    for (int stage = 0; stage < STAGES; stage++) {
+      if (name == "opintercept_check_" + std::to_string(stage) + (wide ? "_double" : "_float")) {
+        *function = const_cast<RunCheck*>(&CHECKS[wide][stage]);
+        known = true;
+      }
+    }
+  }
+  return asked("cuModuleGetFunction") && known ? SUCCESS : INVALID;
 }
 
 int cuMemAlloc_v2(uint64_t* memory, size_t bytes) {
@@ -182,6 +261,17 @@ int cuMemHostAlloc(void** memory, size_t bytes, unsigned) {
     return NO_MEMORY;
   }
   *memory = std::malloc(bytes);
+  return SUCCESS;
+}
+
+int cuMemcpyDtoH_v2(void* to, uint64_t memory, size_t bytes) {
+  auto* from = reinterpret_cast<void*>(memory);
+  if (!asked("cuMemcpyDtoH") || lost) {
+    return INVALID;
+  }
+  open(from, 1);
+  std::memcpy(to, from, bytes);
+  open(from, -1);
   return SUCCESS;
 }
 
@@ -259,8 +349,8 @@ int cuGetErrorString(int error, const char** text) {
 }
 
 int cuLaunchKernel(
-    void*, unsigned across, unsigned down, unsigned deep, unsigned threads, unsigned, unsigned, unsigned, void* stream,
-    void** arguments, void**) {
+    void* function, unsigned across, unsigned down, unsigned deep, unsigned threads, unsigned, unsigned, unsigned,
+    void* stream, void** arguments, void**) {
   std::lock_guard lock(mutex);
   launches = true;
   if (!asked("cuLaunchKernel") || lost) {
@@ -268,6 +358,30 @@ int cuLaunchKernel(
   }
   for (const auto& each : std::exchange(behind[stream], {})) {
     each();
+  }
+  auto* check = static_cast<const RunCheck*>(function);
+  if (check >= &CHECKS[0][0] && check <= &CHECKS[1][STAGES - 1]) {
+    auto kept = std::make_unique<std::pair<RunCheck, LaunchedCheck>>(
+        *check,
+        LaunchedCheck{
+            *static_cast<Check*>(arguments[0]),
+            *static_cast<Counters**>(arguments[1]),
+            *static_cast<Word*>(arguments[2]),
+            across,
+            stream});
+    if (entered <= 0 || deep != 1 || threads != THREADS || across == 0 || down != 1) {
+      return INVALID;
+    }
+    auto run_kept = [](void* each) {
+      auto& [use, launch] = *static_cast<std::pair<RunCheck, LaunchedCheck>*>(each);
+      use(launch);
+    };
+    if (run_launch == nullptr) {
+      run_kept(kept.get());
+    } else if (run_launch(run_kept, kept.get(), stream)) {
+      return INVALID; // no graph takes checks
+    }
+    return SUCCESS;
   }
   Launched launch{
       *static_cast<Jobs*>(arguments[0]),

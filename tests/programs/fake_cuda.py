@@ -18,7 +18,9 @@ CODE = b"code"
 def driver() -> ctypes.CDLL:
     """The stand-in, and what tests ask of it."""
     sources = [Path(__file__).with_suffix(".cpp")]
-    with mock.patch.multiple(build, SOURCES=sources, HEADERS=[nvrtc.SOURCE], COMPILE=[*build.COMPILE, "-O1"]):
+    with mock.patch.multiple(
+        build, SOURCES=sources, HEADERS=[nvrtc.SOURCE, nvrtc.CHECKS], COMPILE=[*build.COMPILE, "-O1"]
+    ):
         loaded = ctypes.CDLL(str(build.built_library()))
     loaded.fake_count.restype = ctypes.c_int64
     return loaded

@@ -6,6 +6,7 @@
 #include "checker.h"
 
 #include "../../_native/values.h"
+#include "ring.h"
 
 #include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
@@ -46,6 +47,26 @@ template <typename Context>
 bool rounds_operands(const Context& context) { // whether oneDNN may multiply float32 in fewer bits
   auto precision = context.float32Precision(at::Float32Backend::MKLDNN, at::Float32Op::MATMUL);
   return precision != at::Float32Precision::IEEE && precision != at::Float32Precision::NONE;
+}
+
+template <typename Context>
+void look_at(std::string& key, const Context& context) {
+  for (auto backend : {at::Float32Backend::MKLDNN, at::Float32Backend::CUDA, at::Float32Backend::GENERIC}) {
+    auto op = backend == at::Float32Backend::GENERIC ? at::Float32Op::ALL : at::Float32Op::MATMUL;
+    key.push_back(static_cast<char>(context.float32Precision(backend, op)));
+  }
+}
+
+template <typename Context>
+void look_at_sums(std::string& key, const Context& context) { // see `_values.precision.reduced_sums`
+  key.push_back(static_cast<char>(context.allowFP16ReductionCuBLAS()));
+  key.push_back(static_cast<char>(context.allowBF16ReductionCuBLAS()));
+  key.push_back(static_cast<char>(context.allowFP16AccumulationCuBLAS()));
+}
+
+template <typename... Values>
+void add_to(std::string& key, const Values&... values) {
+  (key.append(reinterpret_cast<const char*>(&values), sizeof values), ...);
 }
 
 at::Tensor empty(std::vector<int64_t> sizes, bool wide) {
@@ -106,6 +127,14 @@ std::vector<double> norms_over_rows(const T* values, int64_t batch, int64_t rows
 }
 
 } // namespace
+
+void look_at_precision(std::string& key) {
+  look_at(key, at::globalContext());
+}
+
+Limits::~Limits() {
+  give_up({kind});
+}
 
 size_t Checker::ByKey::operator()(const Key& key) const {
   return std::hash<const void*>()(key.data) * 31 + std::hash<const void*>()(key.counter);
@@ -183,6 +212,11 @@ bool Checker::expect(
   const at::Tensor* bias = known->bias < 0 ? nullptr : tensor_of(arguments[known->bias]);
   double alpha = 1, beta = 1;
   Matrices lhs, rhs;
+  if (left != nullptr && right != nullptr && !left->is_cpu()) {
+    device::Operands operands{left, right, bias};
+    return (known->alpha < 0 || number_of(arguments[known->alpha], operands.alpha)) &&
+        (known->beta < 0 || number_of(arguments[known->beta], operands.beta)) && begin(*found, operands);
+  }
   if (left == nullptr || right == nullptr || left->dim() != right->dim() ||
       left->scalar_type() != right->scalar_type() || !lhs.describe(*left) || !rhs.describe(*right) ||
       lhs.columns != rhs.rows || lhs.batch != rhs.batch || (rhs.columns == 1 && lhs.rows > 1 && left->dim() == 2) ||
@@ -205,6 +239,74 @@ bool Checker::expect(
   const at::Tensor* added = beta == 0 ? nullptr : bias;
   return expected.wide ? compute<double>(expected, lhs, rhs, *right, added, alpha, beta)
                        : compute<float>(expected, lhs, rhs, *right, added, alpha, beta);
+}
+
+bool Checker::begin(Checked& found, const device::Operands& operands) {
+  if (exact ||
+      (operands.rhs->dim() == 2 && operands.rhs->size(1) == 1 && operands.lhs->numel() > operands.rhs->size(0)) ||
+      (found.form->bias >= 0 && operands.beta != 0 && operands.bias == nullptr)) {
+    return false;
+  }
+  device::Operands read = operands;
+  read.bias = operands.beta == 0 ? nullptr : operands.bias;
+  try {
+    found.product = device::Product::begin(read, weights_on_devices);
+  } catch (const c10::Error&) { // the device has no memory left, and Python says so
+    return false;
+  }
+  if (found.product == nullptr) {
+    return false;
+  }
+  found.rows = static_cast<int64_t>(found.product->rows());
+  return true;
+}
+
+bool Checker::finish(Checked& expected, const c10::IValue* arguments, const at::Tensor& output) {
+  const Form& form = *expected.form;
+  const at::Tensor &lhs = arguments[form.lhs].toTensor(), &rhs = arguments[form.rhs].toTensor();
+  double alpha = 1, beta = 1;
+  if ((form.alpha >= 0 && !number_of(arguments[form.alpha], alpha)) ||
+      (form.beta >= 0 && !number_of(arguments[form.beta], beta))) {
+    return false;
+  }
+  const at::Tensor* bias = form.bias < 0 || beta == 0 ? nullptr : tensor_of(arguments[form.bias]);
+  std::string key;
+  add_to(
+      key, lhs.device(), lhs.scalar_type(), output.scalar_type(), lhs.dim(), rhs.size(-2), rhs.size(-1), alpha, beta);
+  key.push_back(bias != nullptr);
+  look_at_precision(key);
+  look_at_sums(key, at::globalContext());
+  {
+    std::lock_guard lock(mutex);
+    if (auto found = limits_by_look.find(key); found != limits_by_look.end()) {
+      expected.limits = found->second;
+    }
+  }
+  if (expected.limits == nullptr) {
+    auto made = std::make_shared<Limits>();
+    {
+      Locked locked;
+      auto object = [](const at::Tensor* tensor) { return tensor == nullptr ? Py_NewRef(Py_None) : wrapped(*tensor); };
+      THPObjectPtr told(check(PyObject_CallFunction(
+          limits_of, "NNNNdd", object(&lhs), object(&rhs), object(bias), object(&output), alpha, beta)));
+      if (!PyArg_ParseTuple(told.get(), "ddiO", &made->deviation, &made->limit, &made->fields, &made->kind)) {
+        raise();
+      }
+      Py_INCREF(made->kind);
+    }
+    expected.limits = made;
+    std::lock_guard lock(mutex);
+    if (limits_by_look.size() >= REMEMBERED) {
+      limits_by_look.clear();
+    }
+    limits_by_look.emplace(key, made);
+  }
+  const Limits& limits = *expected.limits;
+  try {
+    return expected.product->finish(output, limits.deviation, limits.limit, limits.fields);
+  } catch (const c10::Error&) {
+    return false;
+  }
 }
 
 template <typename W>
@@ -332,9 +434,12 @@ bool Checker::add_bias(
   return true;
 }
 
-bool Checker::agrees(const Checked& expected, const c10::IValue& output) {
+bool Checker::agrees(Checked& expected, const c10::IValue* arguments, const c10::IValue& output) {
   const at::Tensor* tensor = tensor_of(output);
   Matrices matrices;
+  if (expected.product != nullptr) {
+    return tensor != nullptr && finish(expected, arguments, *tensor);
+  }
   if (tensor == nullptr || !matrices.describe(*tensor) || matrices.dtype != expected.dtype ||
       matrices.batch != expected.batch || matrices.rows != expected.rows || matrices.columns != expected.columns) {
     return false; // Python finds out
@@ -425,6 +530,8 @@ void Checker::forget_parent() { // another thread of the parent may have been ch
   new (&mutex) std::mutex;
   new (&forms) decltype(forms);
   new (&weights) decltype(weights);
+  new (&limits_by_look) decltype(limits_by_look);
+  weights_on_devices->forget_parent();
   for (auto& each : signs_by_columns) {
     new (&each) std::remove_reference_t<decltype(each)>;
   }
@@ -436,25 +543,28 @@ Checker::~Checker() {
   }
   Py_XDECREF(signs_of);
   Py_XDECREF(form_of);
+  Py_XDECREF(limits_of);
 }
 
 namespace {
 
-// set_up(limit, exact, every, signs_of, form_of), once
+// set_up(limit, exact, every, signs_of, form_of, limits_of), once
 PyObject* set_up(PyObject* self, PyObject* args) {
   Checker& checker = *checker_of(self);
   int exact;
   unsigned long long every;
-  PyObject *signs, *form;
-  if (!PyArg_ParseTuple(args, "dpKOO", &checker.limit, &exact, &every, &signs, &form)) {
+  PyObject *signs, *form, *limits;
+  if (!PyArg_ParseTuple(args, "dpKOOO", &checker.limit, &exact, &every, &signs, &form, &limits)) {
     return nullptr;
   }
   checker.exact = exact;
   checker.every = every;
-  THPObjectPtr before(checker.signs_of), also(checker.form_of);
+  THPObjectPtr before(checker.signs_of), also(checker.form_of), last(checker.limits_of);
   checker.signs_of = PyObject_CallFunctionObjArgs(Checker::keep_out, signs, nullptr);
   checker.form_of = PyObject_CallFunctionObjArgs(Checker::keep_out, form, nullptr);
-  return checker.signs_of == nullptr || checker.form_of == nullptr ? nullptr : Py_NewRef(Py_None);
+  checker.limits_of = PyObject_CallFunctionObjArgs(Checker::keep_out, limits, nullptr);
+  const bool failed = checker.signs_of == nullptr || checker.form_of == nullptr || checker.limits_of == nullptr;
+  return failed ? nullptr : Py_NewRef(Py_None);
 }
 
 // A copy. What is remembered never gets a Python object, which could only be released with the interpreter's lock.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../../_native/checksums.h"
+#include "../../_native/device/checks.h"
 #include "kernels.h"
 
 #include <ATen/core/Tensor.h>
@@ -14,6 +15,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <unordered_map>
 #include <vector>
 
@@ -34,6 +36,19 @@ struct Weighed {
   bool remembered = false;
 };
 
+// When a row of a product on a device is suspect, and what is computed of it then: see `hooks.checksum.launches.Kind`.
+struct Limits {
+  double deviation = 0, limit = 0;
+  int fields = 0;
+  PyObject* kind = nullptr; // owned: what Python judges the row by
+
+  Limits() = default;
+  Limits(const Limits&) = delete;
+  Limits& operator=(const Limits&) = delete;
+  ~Limits();
+};
+using LimitsPtr = std::shared_ptr<const Limits>;
+
 // What the checksums of a product should be, see `hooks.checksum.arithmetic.Expected`.
 struct Checked {
   Form* form = nullptr;
@@ -43,6 +58,9 @@ struct Checked {
   int64_t batch = 1, rows = 0, depth = 0, columns = 0, groups = 1;
   c10::ScalarType dtype = c10::ScalarType::Undefined;
   bool wide = false; // in float64
+  // Of a product on a device, all but the first and how many rows there are.
+  std::unique_ptr<device::Product> product;
+  LimitsPtr limits;
 };
 
 class Checker {
@@ -51,7 +69,7 @@ class Checker {
   double limit = 0; // in standard deviations
   bool exact = false;
   uint64_t every = 1;
-  PyObject *signs_of = nullptr, *form_of = nullptr; // owned
+  PyObject *signs_of = nullptr, *form_of = nullptr, *limits_of = nullptr; // owned
 
   std::atomic<int64_t> checked{0}, rows{0};
   static PyObject* keep_out; // `_engines.dynamo.keep_out`, for what kernels call
@@ -59,8 +77,8 @@ class Checker {
   // Before the operator runs. False if Python has to check the call; nothing is found for one that is not checked.
   bool expect(const Overload& overload, const c10::IValue* arguments, int64_t index, std::unique_ptr<Checked>& found);
 
-  // After it has run: whether the output is as it should be.
-  bool agrees(const Checked& expected, const c10::IValue& output);
+  // After it has run: whether the output is as it should be. On a device, whether that will be known.
+  bool agrees(Checked& expected, const c10::IValue* arguments, const c10::IValue& output);
   void count(const Checked& expected);
 
   // With the interpreter's lock.
@@ -101,6 +119,8 @@ class Checker {
       double alpha, double beta);
   template <typename W>
   bool add_bias(Checked& found, const at::Tensor& bias, double beta, const W* signs, std::vector<double>& smooth) const;
+  bool begin(Checked& found, const device::Operands& operands);
+  bool finish(Checked& expected, const c10::IValue* arguments, const at::Tensor& output);
   template <typename W>
   bool holds(const Checked& expected, const Matrices& output, const W* signs) const;
 
@@ -109,7 +129,12 @@ class Checker {
   std::atomic<Form*> newest{nullptr}; // owns all, so that they can be read without the mutex, and in a forked child
   std::unordered_map<int64_t, at::Tensor> signs_by_columns[2]; // of float and double
   std::unordered_map<Key, Kept, ByKey> weights;
+  std::unordered_map<std::string, LimitsPtr> limits_by_look;
+  std::shared_ptr<device::Weights> weights_on_devices = std::make_shared<device::Weights>();
 };
+
+// Adds torch's settings for the precision of products.
+void look_at_precision(std::string& key);
 
 // What a kernel has computed of the call that the hooks are shown now, for `Checker.taken`.
 extern thread_local const Checked* handed_over;

@@ -38,6 +38,7 @@ PyObject* opintercept_forget_notes(PyObject*, PyObject*);
 bool opintercept_add_ring(PyObject* module);
 bool opintercept_add_records(PyObject* module);
 bool opintercept_add_readings(PyObject* module);
+bool opintercept_add_checks(PyObject* module);
 bool opintercept_add_checker(PyObject* module);
 bool opintercept_add_launches(PyObject* module);
 PyObject* opintercept_set_up_launches(PyObject*, PyObject*);
@@ -718,7 +719,7 @@ PyMODINIT_FUNC INIT(TORCH_EXTENSION_NAME)() {
   if (made == nullptr) {
     return nullptr;
   }
-  if (!opintercept_add_ring(made) || !opintercept_add_records(made) || !opintercept_add_readings(made) ||
+  if (!opintercept_add_ring(made) || !opintercept_add_records(made) || !opintercept_add_readings(made) || !opintercept_add_checks(made) ||
       !opintercept_add_checker(made) || !opintercept_add_launches(made)) {
     Py_DECREF(made);
     return nullptr;

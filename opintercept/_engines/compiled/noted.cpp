@@ -10,7 +10,6 @@
 #include "ring.h"
 #include "stack.h"
 
-#include <ATen/Context.h>
 #include <ATen/SequenceNumber.h>
 #include <c10/core/AutogradState.h>
 #include <c10/core/GradMode.h>
@@ -94,14 +93,6 @@ const Entry* entry_of(const Overload& overload, PyObject* scope) {
   return overload.number < known->size ? known->entries[overload.number].load(std::memory_order_acquire) : nullptr;
 }
 
-template <typename Context>
-void look_at_settings(std::string& key, const Context& context) { // those that `hooks.profile` tells of
-  for (auto backend : {at::Float32Backend::MKLDNN, at::Float32Backend::CUDA, at::Float32Backend::GENERIC}) {
-    auto op = backend == at::Float32Backend::GENERIC ? at::Float32Op::ALL : at::Float32Op::MATMUL;
-    key.push_back(static_cast<char>(context.float32Precision(backend, op)));
-  }
-}
-
 // Ends a call that hooks have seen before it ran, also where another hook raised.
 struct EndsCall {
   void operator()(PyObject* call) const {
@@ -129,6 +120,9 @@ struct Part {
 
   const Plan& plan() const {
     return *known->plan;
+  }
+  bool is_put_off() const { // whether a device is checking the product
+    return checked != nullptr && checked->product != nullptr;
   }
   bool records_alone() const { // whether values are read for nothing but a record
     return plan().writes != nullptr && !plan().rows;
@@ -686,7 +680,8 @@ thread_local std::string Key::kept;
 bool look_at_outputs(
     NotedCall& call, Part& part, std::string& key, size_t described, const c10::IValue* outputs, size_t count) {
   const Plan& plan = part.plan();
-  if (part.checked != nullptr && part.checked->form->lhs >= 0 && !plan.checker->agrees(*part.checked, outputs[0])) {
+  if (part.checked != nullptr && part.checked->form->lhs >= 0 &&
+      !plan.checker->agrees(*part.checked, call.values, outputs[0])) {
     return true;
   }
   if (call.reads_any()) {
@@ -739,7 +734,7 @@ bool put_row(NotedCall& call, Part& part, std::string& key) {
     call.count(part);
     return true;
   }
-  if (!part.noted && call.later && !part.ring->knows(part.known, key)) {
+  if (!part.noted && (call.later || part.is_put_off()) && !part.ring->knows(part.known, key)) {
     return false;
   }
   part.row.elapsed = call.elapsed;
@@ -775,6 +770,11 @@ void tell(
   const bool later = call.later && part.plan().finite;
   bool noted = (finite || call.writes()) && !look_at_outputs(call, part, key, described, outputs, count) &&
       part.begun == nullptr && put_row(call, part, key);
+  const bool checks = noted && part.is_put_off();
+  if (checks) {
+    Unjudged call_of(part.known, part.row, *part.checked);
+    part.ring->put(key, call_of); // not where the hooks have just changed
+  }
   std::optional<Unjudged> unjudged;
   bool judged = false;
   if (later) {
@@ -800,7 +800,7 @@ void tell(
       part.ring->put(key, *unjudged, look.get());
     }
   }
-  if (later && part.ring->has_odd(false)) {
+  if ((later || checks) && part.ring->has_odd(false)) {
     Locked locked;
     THPObjectPtr(flush(call, part, Py_True));
   }
@@ -854,8 +854,11 @@ bool opintercept::ran_noted(
     call.later = there || !here;
   }
   bool describes = false, fractions = entry->in_table;
+  const at::Tensor* lhs = call.operand(0);
+  const bool on_device = lhs != nullptr && !lhs->is_cpu();
   for (Part& part : call.parts) {
-    part.rows = part.rows || (call.later && part.plan().finite);
+    part.rows = part.rows || (call.later && part.plan().finite) ||
+        (on_device && entry->in_table && part.plan().checker != nullptr);
     describes = describes || part.rows;
     fractions = fractions || part.plan().writes != nullptr;
     if (call.writes() && part.plan().checker != nullptr && entry->in_table) {
@@ -883,7 +886,7 @@ bool opintercept::ran_noted(
   if (describes) {
     key.text.push_back(is_cast(call.operand(0)) ? 'c' : '-');
     if (settings) {
-      look_at_settings(key.text, at::globalContext());
+      look_at_precision(key.text); // of which `hooks.profile` tells
     }
   }
   size_t described = key.text.size();

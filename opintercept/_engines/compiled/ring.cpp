@@ -266,7 +266,7 @@ bool Ring::put(const std::string& key, Unjudged& call, PyObject* look) {
     call.look = look;
     call.owned = {Py_NewRef(look)};
   }
-  if (PyTuple_GET_ITEM(call.look, 4) == Py_None) {
+  if (call.product == nullptr && PyTuple_GET_ITEM(call.look, 4) == Py_None) {
     return false;
   }
   call.place = call.row.place == UNKNOWN ? nowhere : known.places[call.row.place];
@@ -278,9 +278,9 @@ bool Ring::put(const std::string& key, Unjudged& call, PyObject* look) {
 bool Ring::has_odd(bool any) {
   std::vector<Unjudged> over; // freed without the mutex, since that may run Python code
   std::lock_guard lock(mutex);
-  while (!unjudged.empty() && unjudged.front().ranges.has_arrived()) {
-    unjudged.front().ranges.settle();
-    if (!unjudged.front().ranges.are_finite()) {
+  while (!unjudged.empty() && unjudged.front().has_arrived()) {
+    unjudged.front().settle();
+    if (unjudged.front().is_odd()) {
       return true;
     }
     over.push_back(std::move(unjudged.front()));
@@ -492,21 +492,25 @@ PyObject* Ring::take_odd(bool waits) {
     std::optional<Unjudged> oldest;
     {
       std::lock_guard lock(mutex);
-      if (unjudged.empty() || (!waits && !unjudged.front().ranges.has_arrived())) {
+      if (unjudged.empty() || (!waits && !unjudged.front().has_arrived())) {
         Py_RETURN_NONE;
       }
       oldest.emplace(std::move(unjudged.front()));
       unjudged.pop_front();
     }
     PyThreadState* state = PyEval_SaveThread();
-    oldest->ranges.settle();
+    oldest->settle();
     PyEval_RestoreThread(state);
-    if (oldest->ranges.are_finite()) {
+    if (!oldest->is_odd()) {
       continue;
     }
-    THPObjectPtr seen(in_python(*oldest));
     THPObjectPtr note(
         check(in_python(*oldest->known->plan, oldest->row, {}, Py_NewRef(oldest->look), Py_NewRef(oldest->place))));
+    if (oldest->product != nullptr) {
+      THPObjectPtr product(check(opintercept::as_python(std::move(oldest->product))));
+      return Py_BuildValue("(O(OO)O)", PyTuple_GET_ITEM(note.get(), 0), product.get(), oldest->limits->kind, Py_None);
+    }
+    THPObjectPtr seen(in_python(*oldest));
     return Py_BuildValue("(OOO)", PyTuple_GET_ITEM(note.get(), 0), seen.get(), PyTuple_GET_ITEM(oldest->look, 4));
   }
 }

@@ -41,7 +41,7 @@ struct Plan {
   std::vector<PyObject*> owned; // what these belong to
 
   bool on_host() const { // whether calls on other devices are for Python
-    return (finite && !waits) || checker != nullptr;
+    return finite && !waits;
   }
   bool reads_any() const {
     return finite || reads != std::array<bool, ROLES>{};
@@ -84,11 +84,13 @@ struct Generation {
 
 using GenerationPtr = std::shared_ptr<Generation>;
 
-// A call of which a device still reads the ranges.
+// A call of which a device still reads the ranges, or checks the product.
 struct Unjudged {
   GenerationPtr known;
   Row row;
   Ranges ranges;
+  std::unique_ptr<device::Product> product;
+  LimitsPtr limits; // of the product
   int64_t task; // of autograd, or -1
   std::string node; // that autograd ran
   int64_t unseen = 0; // how much code had run that nobody sees
@@ -97,12 +99,28 @@ struct Unjudged {
 
   Unjudged(GenerationPtr known, const Row& row, int64_t task, const std::string& node)
       : known(std::move(known)), row(row), task(task), node(node) {}
+  Unjudged(GenerationPtr known, const Row& row, Checked& checked)
+      : known(std::move(known)),
+        row(row),
+        product(std::move(checked.product)),
+        limits(std::move(checked.limits)),
+        task(-1) {}
   Unjudged(Unjudged&&) = default;
   Unjudged& operator=(Unjudged&&) = default;
   ~Unjudged() {
     if (!owned.empty()) {
       give_up(std::move(owned));
     }
+  }
+
+  bool has_arrived() const {
+    return product == nullptr ? ranges.has_arrived() : product->has_arrived();
+  }
+  void settle() { // waits for the device
+    product == nullptr ? ranges.settle() : product->settle();
+  }
+  bool is_odd() const { // once it is settled
+    return product == nullptr ? !ranges.are_finite() : product->is_suspect();
   }
 };
 
@@ -134,8 +152,8 @@ class Ring {
   // Keeps a call that looks like this until its ranges have arrived. With the look of a call that was just shown to the
   // hooks, it need not be known. False, with nothing taken, if it is not, or if the hooks must see such calls.
   bool put(const std::string& key, Unjudged& call, PyObject* look = nullptr);
-  // Forgets calls that turn out to be finite. Returns whether there is one next that is not; with `any`, whether there
-  // are any left.
+  // Forgets calls that turn out to be finite, or right. Returns whether there is one next that is not; with `any`,
+  // whether there are any left.
   bool has_odd(bool any);
   // With the interpreter's lock: the oldest such call in Python's terms; None if there is none, or if this would have to
   // wait for a device.

@@ -7,7 +7,7 @@
 #include "driver.h"
 
 #include "../values.h"
-#include "kernel.h"
+#include "checksum.h"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -53,6 +53,7 @@ struct Driver {
   Result (*cuMemFree_v2)(uint64_t);
   Result (*cuMemsetD8Async)(uint64_t, unsigned char, size_t, void*);
   Result (*cuMemHostAlloc)(void**, size_t, unsigned);
+  Result (*cuMemcpyDtoH_v2)(void*, uint64_t, size_t);
   Result (*cuStreamIsCapturing)(void*, int*);
   Result (*cuStreamGetId)(void*, uint64_t*);
   Result (*cuStreamQuery)(void*);
@@ -126,6 +127,7 @@ struct SameJob {
 struct OfStream {
   std::mutex mutex; // held until a launch is behind the one before it
   void* scratch = nullptr;
+  Counters* counters = nullptr;
   std::unordered_map<Job, Lasting, HashOfJob, SameJob> lasting;
   std::vector<Memo*> free;
 
@@ -146,6 +148,7 @@ struct OfStream {
 
 struct Device {
   void *context = nullptr, *function = nullptr;
+  void* checks[2][STAGES] = {}; // of float and of double, by stage
   std::map<uint64_t, OfStream> streams; // by what CUDA gives no other stream
   std::vector<uint32_t> events; // that nobody waits for
 };
@@ -260,49 +263,8 @@ void remember(OfStream& own, const Version& version, Jobs& jobs, size_t number) 
 }
 
 bool describe(const at::Tensor& tensor, bool hashed, Job& job, int64_t& repeats) {
-  switch (tensor.scalar_type()) {
-    case c10::kDouble:
-      job.kind = FLOAT64;
-      break;
-    case c10::kFloat:
-      job.kind = FLOAT32;
-      break;
-    case c10::kBFloat16:
-      job.kind = BFLOAT16;
-      break;
-    case c10::kHalf:
-      job.kind = FLOAT16;
-      break;
-    case c10::kFloat8_e5m2:
-      job.kind = FLOAT8_E5M2;
-      break;
-    case c10::kFloat8_e4m3fn:
-      job.kind = FLOAT8_E4M3FN;
-      break;
-    case c10::kFloat8_e5m2fnuz:
-      job.kind = FLOAT8_E5M2FNUZ;
-      break;
-    case c10::kFloat8_e4m3fnuz:
-      job.kind = FLOAT8_E4M3FNUZ;
-      break;
-    case c10::kLong:
-      job.kind = INT64;
-      break;
-    case c10::kInt:
-      job.kind = INT32;
-      break;
-    case c10::kShort:
-      job.kind = INT16;
-      break;
-    case c10::kChar:
-    case c10::kBool:
-      job.kind = INT8;
-      break;
-    case c10::kByte:
-      job.kind = UINT8;
-      break;
-    default:
-      return false;
+  if (!device::describe(tensor.scalar_type(), job.kind)) {
+    return false;
   }
   using Dim = std::pair<int64_t, int64_t>; // size and stride
   std::vector<Dim> dims;
@@ -351,7 +313,66 @@ bool describe(const at::Tensor& tensor, bool hashed, Job& job, int64_t& repeats)
   return true;
 }
 
-// Its address; null unless it is a plain array.
+// The current one, as the driver knows it. The host has none, which tests take for a device.
+void* stream_of(c10::Device device) {
+  return device.is_cpu() ? nullptr : c10::impl::VirtualGuardImpl(type).getStream(device).native_handle();
+}
+
+// Torch gives the only device of a type no number.
+size_t number_of(c10::Device device) {
+  return device.has_index() ? static_cast<size_t>(device.index()) : 0;
+}
+
+} // namespace
+
+bool describe(c10::ScalarType dtype, int& kind) {
+  switch (dtype) {
+    case c10::kDouble:
+      kind = FLOAT64;
+      break;
+    case c10::kFloat:
+      kind = FLOAT32;
+      break;
+    case c10::kBFloat16:
+      kind = BFLOAT16;
+      break;
+    case c10::kHalf:
+      kind = FLOAT16;
+      break;
+    case c10::kFloat8_e5m2:
+      kind = FLOAT8_E5M2;
+      break;
+    case c10::kFloat8_e4m3fn:
+      kind = FLOAT8_E4M3FN;
+      break;
+    case c10::kFloat8_e5m2fnuz:
+      kind = FLOAT8_E5M2FNUZ;
+      break;
+    case c10::kFloat8_e4m3fnuz:
+      kind = FLOAT8_E4M3FNUZ;
+      break;
+    case c10::kLong:
+      kind = INT64;
+      break;
+    case c10::kInt:
+      kind = INT32;
+      break;
+    case c10::kShort:
+      kind = INT16;
+      break;
+    case c10::kChar:
+    case c10::kBool:
+      kind = INT8;
+      break;
+    case c10::kByte:
+      kind = UINT8;
+      break;
+    default:
+      return false;
+  }
+  return true;
+}
+
 const void* address_of(const at::Tensor& tensor) {
   using c10::DispatchKey;
   const void* data = nullptr;
@@ -368,18 +389,6 @@ const void* address_of(const at::Tensor& tensor) {
        DispatchKey::ADInplaceOrView});
   return in_memory(tensor, keys, data) ? data : nullptr;
 }
-
-// The current one, as the driver knows it. The host has none, which tests take for a device.
-void* stream_of(c10::Device device) {
-  return device.is_cpu() ? nullptr : c10::impl::VirtualGuardImpl(type).getStream(device).native_handle();
-}
-
-// Torch gives the only device of a type no number.
-size_t number_of(c10::Device device) {
-  return device.has_index() ? static_cast<size_t>(device.index()) : 0;
-}
-
-} // namespace
 
 // Whether something is known of a device, and its current stream captures no graph.
 static bool is_free(c10::Device device, void* Device::* what) {
@@ -642,7 +651,7 @@ static bool has_failed(State& known, const Pending& pending) {
   return capturing == 0 && driver.cuStreamQuery(by.stream) != NOT_READY && !is_written(known, pending);
 }
 
-bool wait_for(Pending& pending, Sums& sums, uint64_t& hash) {
+bool wait_for(Pending& pending, Row& row) {
   State* known = state.load(std::memory_order_acquire);
   if (pending.row == 0 || known == nullptr) { // as in a forked child
     pending = {};
@@ -664,8 +673,21 @@ bool wait_for(Pending& pending, Sums& sums, uint64_t& hash) {
     asked = Clock::now();
     patience = std::chrono::microseconds(20);
   }
-  const Row& row = known->row(pending.row);
+  row = known->row(pending.row);
+  std::lock_guard lock(known->mutex);
+  if (--known->owners[pending.row] == 0) {
+    known->free.push_back(pending.row);
+  }
+  pending = {};
+  return true;
+}
+
+bool wait_for(Pending& pending, Sums& sums, uint64_t& hash) {
   const auto times = pending.repeats;
+  Row row;
+  if (!wait_for(pending, row)) {
+    return false;
+  }
   sums.count = static_cast<int64_t>(row.finite + row.odd) * times;
   sums.finite = static_cast<int64_t>(row.finite) * times;
   sums.nan = static_cast<int64_t>(row.nan) * times;
@@ -677,12 +699,90 @@ bool wait_for(Pending& pending, Sums& sums, uint64_t& hash) {
   sums.low = row.low;
   sums.high = row.high;
   hash = row.hash;
-  std::lock_guard lock(known->mutex);
-  if (--known->owners[pending.row] == 0) {
-    known->free.push_back(pending.row);
-  }
-  pending = {};
   return true;
+}
+
+bool find_stream(c10::Device device, Stream& stream) {
+  State* known = state.load(std::memory_order_acquire);
+  if (known == nullptr || device.type() != type || number_of(device) >= MOST_DEVICES) {
+    return false;
+  }
+  Device& own = known->devices[number_of(device)];
+  if (__atomic_load_n(&own.checks[1][STAGES - 1], __ATOMIC_ACQUIRE) == nullptr) {
+    return false;
+  }
+  stream.device = device;
+  stream.handle = stream_of(device);
+  Entered entered(own.context);
+  int capturing = 0;
+  if (driver.cuStreamIsCapturing(stream.handle, &capturing) != SUCCESS || capturing != 0 ||
+      driver.cuStreamGetId(stream.handle, &stream.id) != SUCCESS) {
+    return false;
+  }
+  OfStream* shared;
+  {
+    std::lock_guard lock(known->mutex);
+    shared = &own.streams[stream.id];
+  }
+  std::lock_guard in_order(shared->mutex);
+  if (shared->counters == nullptr) {
+    shared->counters = static_cast<Counters*>(zeroed(sizeof(Counters), stream.handle));
+  }
+  stream.counters = shared->counters;
+  return stream.counters != nullptr;
+}
+
+bool launch(const Stream& stream, const Check& check, int stage, bool wide, uint64_t mark) {
+  const Device& own = state.load(std::memory_order_acquire)->devices[number_of(stream.device)];
+  Entered entered(own.context);
+  auto given = check;
+  auto* counters = stream.counters;
+  void* arguments[] = {&given, &counters, &mark};
+  const Word blocks = blocks_of(check, stage);
+  return blocks <= INT32_MAX &&
+      driver.cuLaunchKernel(
+          own.checks[wide][stage],
+          static_cast<unsigned>(blocks),
+          1,
+          1,
+          THREADS,
+          1,
+          1,
+          0,
+          stream.handle,
+          arguments,
+          nullptr) == SUCCESS;
+}
+
+Row* reserve(const Stream& stream, Pending& pending) {
+  State& known = *state.load(std::memory_order_acquire);
+  Entered entered(known.devices[number_of(stream.device)].context);
+  std::lock_guard lock(known.mutex);
+  if (!have_rows(known, 1)) {
+    return nullptr;
+  }
+  pending.row = known.free.back();
+  pending.mark = ++known.marks;
+  known.free.pop_back();
+  known.waiting[pending.row] = {stream.handle, number_of(stream.device)};
+  known.owners[pending.row] = 1;
+  return &known.row(pending.row);
+}
+
+void give_back(Pending& pending) {
+  State& known = *state.load(std::memory_order_acquire);
+  std::lock_guard lock(known.mutex);
+  known.free.push_back(pending.row);
+  pending = {};
+}
+
+bool copy(c10::Device device, void* to, const void* from, size_t bytes) {
+  State* known = state.load(std::memory_order_acquire);
+  if (known == nullptr) {
+    return false;
+  }
+  Entered entered(known->devices[number_of(device)].context);
+  return driver.cuMemcpyDtoH_v2(to, reinterpret_cast<uint64_t>(from), bytes) == SUCCESS;
 }
 
 void share(const Pending& pending) {
@@ -726,6 +826,7 @@ void set_up(const char* library, const char* device_type) {
   FIND(cuMemFree_v2);
   FIND(cuMemsetD8Async);
   FIND(cuMemHostAlloc);
+  FIND(cuMemcpyDtoH_v2);
   FIND(cuStreamIsCapturing);
   FIND(cuStreamGetId);
   FIND(cuStreamQuery);
@@ -764,14 +865,25 @@ void enter(size_t ordinal) {
   }
 }
 
-void load(size_t ordinal, const void* code) {
+void load(size_t ordinal, const void* code, bool checks) {
   enter(ordinal);
   Device& own = device_of(ordinal);
-  void *module = nullptr, *function = nullptr;
+  void* module = nullptr;
   Entered entered(own.context);
   check(driver.cuModuleLoadData(&module, code), "cuModuleLoadData");
-  check(driver.cuModuleGetFunction(&function, module, "opintercept_read"), "cuModuleGetFunction");
-  __atomic_store_n(&own.function, function, __ATOMIC_RELEASE);
+  auto find = [module](void*& function, const std::string& name) {
+    void* found = nullptr;
+    check(driver.cuModuleGetFunction(&found, module, name.c_str()), "cuModuleGetFunction");
+    __atomic_store_n(&function, found, __ATOMIC_RELEASE);
+  };
+  if (!checks) {
+    return find(own.function, "opintercept_read");
+  }
+  for (bool wide : {false, true}) {
+    for (int stage = 0; stage < STAGES; stage++) {
+      find(own.checks[wide][stage], "opintercept_check_" + std::to_string(stage) + (wide ? "_double" : "_float"));
+    }
+  }
 }
 
 } // namespace opintercept::device

@@ -17,11 +17,11 @@
 namespace opintercept::device {
 
 // Finds the driver's functions in a library, for devices of a type. Then, for one of these, enters the context that torch
-// uses, which is enough to time calls, and loads the kernel's code. All throw a std::runtime_error that says what is
-// wrong.
+// uses, which is enough to time calls, and loads the code of `kernel.h` or `checksum.h`. All throw a std::runtime_error
+// that says what is wrong.
 void set_up(const char* library, const char* device_type);
 void enter(size_t ordinal);
-void load(size_t ordinal, const void* code);
+void load(size_t ordinal, const void* code, bool checks);
 
 // A row that a launch writes, and by what it is known that it has. Each of its owners waits for it or drops it, once.
 struct Pending {
@@ -45,6 +45,9 @@ struct Version {
 };
 
 struct Jobs;
+struct Row;
+struct Check;
+struct Counters;
 
 // Whether launches can read tensors on a device now: it has the kernel, and captures no graph on its current stream.
 bool can_read(c10::Device device);
@@ -94,8 +97,25 @@ double wait_for(Timing& timing); // seconds, without the interpreter's lock; 0 i
 void drop(Timing& timing);
 PyObject* as_python(Timing& timing); // which then owns it, see `Timed` in readings.cpp; None if it is closed
 
+// A stream of a device, and what the launches of checks on it share.
+struct Stream {
+  c10::Device device{c10::DeviceType::CPU};
+  void* handle = nullptr;
+  uint64_t id = 0;
+  Counters* counters = nullptr;
+};
+// The current one. False if checks cannot be launched there now.
+bool find_stream(c10::Device device, Stream& stream);
+bool launch(const Stream& stream, const Check& check, int stage, bool wide, uint64_t mark = 0);
+Row* reserve(const Stream& stream, Pending& pending); // a row for what is about to be launched; null if there is none
+void give_back(Pending& pending); // the row of a launch that has failed
+bool copy(c10::Device device, void* to, const void* from, size_t bytes); // to the host; waits
+bool describe(c10::ScalarType dtype, int& kind); // false for one that no kernel reads
+const void* address_of(const at::Tensor& tensor); // null unless it is a plain array
+
 bool has_arrived(const Pending& pending);
 // Waits for the row. False if it will not come. Without the interpreter's lock.
+bool wait_for(Pending& pending, Row& row);
 bool wait_for(Pending& pending, Sums& sums, uint64_t& hash);
 void share(const Pending& pending); // with another owner
 void drop(Pending& pending);

@@ -308,6 +308,11 @@ struct Whole {
   }
 };
 
+inline Narrow<signed char> float8(int kind) {
+  const bool is_e5m2 = kind == FLOAT8_E5M2 || kind == FLOAT8_E5M2FNUZ, is_fnuz = kind >= FLOAT8_E5M2FNUZ;
+  return {is_e5m2 ? 2 : 3, (is_e5m2 ? 15 : 7) + is_fnuz, is_fnuz ? 0 : is_e5m2 ? 0x7C : 0x7F};
+}
+
 // Calls `use(format)` for a kind.
 template <typename Use>
 inline void with_format(int kind, const Use& use) {
@@ -323,16 +328,8 @@ inline void with_format(int kind, const Use& use) {
     case FLOAT8_E5M2:
     case FLOAT8_E4M3FN:
     case FLOAT8_E5M2FNUZ:
-    case FLOAT8_E4M3FNUZ: {
-      const bool is_e5m2 = kind == FLOAT8_E5M2 || kind == FLOAT8_E5M2FNUZ, is_fnuz = kind >= FLOAT8_E5M2FNUZ;
-      return use(
-          Narrow<signed char>(
-              is_e5m2 ? 2 : 3,
-              (is_e5m2 ? 15 : 7) + is_fnuz,
-              is_fnuz       ? 0
-                  : is_e5m2 ? 0x7C
-                            : 0x7F));
-    }
+    case FLOAT8_E4M3FNUZ:
+      return use(float8(kind));
     default:
       return use(Whole{kind == UINT8});
   }
@@ -901,6 +898,7 @@ inline bool run_block(const Job& job, int block, Part* found, Part* sums, Word* 
 }
 
 #ifdef __CUDACC_RTC__
+#ifndef OPINTERCEPT_CHECKS // which are compiled by themselves
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     opintercept_read(const __grid_constant__ Jobs jobs, Scratch* scratch, Word mark) {
@@ -933,6 +931,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
   }
 }
 
+#endif
 #else
 
 // How a launch reads a tensor whose matrix is known.

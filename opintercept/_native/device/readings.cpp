@@ -120,14 +120,15 @@ PyObject* enter_device(PyObject*, PyObject* number) {
   return PyErr_Occurred() ? nullptr : caught([&] { device::enter(ordinal); });
 }
 
-// load_on_device(number of the device, code)
+// load_on_device(number of the device, code[, whether it is that of checks])
 PyObject* load_on_device(PyObject*, PyObject* args) {
   Py_ssize_t ordinal;
   PyObject* code;
-  if (!PyArg_ParseTuple(args, "nS", &ordinal, &code)) {
+  int checks = 0;
+  if (!PyArg_ParseTuple(args, "nS|p", &ordinal, &code, &checks)) {
     return nullptr;
   }
-  return caught([&] { device::load(static_cast<size_t>(ordinal), PyBytes_AS_STRING(code)); });
+  return caught([&] { device::load(static_cast<size_t>(ordinal), PyBytes_AS_STRING(code), checks); });
 }
 
 // read_on_device(tensor, target or None, hashed, whether it lasts[, row, scratch]) -> a Reading, or with a row how often

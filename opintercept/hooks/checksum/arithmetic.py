@@ -478,16 +478,22 @@ def screen(expected: Expected, output: torch.Tensor, units: Units) -> Screen:
     if not _rounds(expected.product.lhs.dtype):
         nothing = torch.zeros((), dtype=fine_dtype(output.device), device=output.device)
         return Screen(residual, torch.where(residual == 0, nothing, math.inf), 1.0)
-    k, n = expected.product.rhs.shape[-2:]
-    own, groups = unit(wide), expected.signs.shape[1]
-    variance = (units.sums**2 * (k + 1) + own**2 * (k + n / groups)) / 6
-    rounded = expected.product.partial + expected.product.apart
-    variance += 0.2 * (units.output**2 * rounded + 4 * units.partial**2 + 2 * units.operands**2)
+    groups = expected.signs.shape[1]
+    deviation = deviation_of(expected.product, units, wide, groups)
     if output.is_cpu or groups == 1 or not residual.is_floating_point():
-        return Screen(residual, residual / expected.size, math.sqrt(variance))
+        return Screen(residual, residual / expected.size, deviation)
     room = residual.new_empty(*residual.shape[:-1], groups + 1)
     relative = torch.div(residual, expected.size, out=room[..., :groups])
-    return Screen(residual, relative, math.sqrt(variance), room)
+    return Screen(residual, relative, deviation, room)
+
+
+def deviation_of(product: Product, units: Units, wide: torch.dtype, groups: int) -> float:
+    """The standard deviation of the checksums of a right product, in groups of columns and in the dtype `wide`."""
+    k, n = product.rhs.shape[-2:]
+    own = unit(wide)
+    variance = (units.sums**2 * (k + 1) + own**2 * (k + n / groups)) / 6
+    rounded = product.partial + product.apart
+    return math.sqrt(variance + 0.2 * (units.output**2 * rounded + 4 * units.partial**2 + 2 * units.operands**2))
 
 
 def _rounds(dtype: torch.dtype) -> bool:
@@ -589,8 +595,7 @@ def terms_of(
     if bias is not None and not product.owned:
         whole = _dense(bias).expand(*product.rhs.shape[:-2], product.lhs.shape[-2], product.rhs.shape[-1])
         bias = _rows_of(whole, batch, rows)[:, columns]
-    alpha, dtype = product.alpha, output.dtype.to_real()
-    converts = dtype == torch.float16 and left.dtype != dtype and left.dtype.itemsize > 1
+    alpha, converts_operands = product.alpha, converts(product, output.dtype)
     terms = partial(
         Terms,
         got=got,
@@ -599,7 +604,7 @@ def terms_of(
         beta=product.beta,
         apart=product.apart,
         partial=product.partial,
-        converts=converts,
+        converts=converts_operands,
         k=left.shape[1],
         units=units,
     )
@@ -621,11 +626,22 @@ def terms_of(
             )
             factor = factor * scale
     most = lost = None
-    if converts or abs(alpha) > 1:  # by which a device may multiply the operands
+    if converts_operands or abs(alpha) > 1:  # by which a device may multiply the operands
         most = torch.maximum(left.abs().amax(), rhs.abs().amax().to(fine.to_real()))
-    if converts or (product.partial > 1 and alpha != 1):
+    if loses(product, converts_operands):
         lost = left.abs().sum(1, keepdim=True, dtype=fine.to_real()) + rhs.abs().sum(0, dtype=fine.to_real())
     return terms(**sums, factor=factor, most=most, lost=lost)
+
+
+def converts(product: Product, output: torch.dtype) -> bool:
+    """Whether the operator converts its operands to float16, the dtype of its output, as autocast does."""
+    dtype, own = output.to_real(), product.lhs.dtype
+    return dtype == torch.float16 and own != dtype and own.itemsize > 1
+
+
+def loses(product: Product, converts_operands: bool) -> bool:
+    """Whether small operands may lose digits."""
+    return converts_operands or (product.partial > 1 and product.alpha != 1)
 
 
 def _rows_of(matrix: torch.Tensor, batch: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:

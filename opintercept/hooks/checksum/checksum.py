@@ -6,7 +6,7 @@ import math
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from os import PathLike
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
@@ -18,6 +18,7 @@ from opintercept._core.checks import check_choice, check_count, renamed
 from opintercept._core.errors import OpInterceptError, OpInterceptWarning
 from opintercept._core.hook import Read
 from opintercept._core.in_kernel import Checker, Work
+from opintercept._core.pipeline import settle
 from opintercept._core.record import PendingRecord
 from opintercept._core.tensors import dtype_name, share_memory
 from opintercept._core.text import aligned
@@ -29,10 +30,11 @@ from opintercept._ops.table import row_of
 from opintercept._values.attention import without_autocast
 from opintercept._values.copies import safetensors_for
 from opintercept._values.late import Late, Lots
-from opintercept._values.read import in_memory, leaves_out_captured, without_graph
+from opintercept._values.read import first_output, in_memory, leaves_out_captured, without_graph
 from opintercept.hooks.checksum import arithmetic as sums
 from opintercept.hooks.checksum.findings import EstimatedError as EstimatedError
 from opintercept.hooks.checksum.findings import WrongProduct as WrongProduct
+from opintercept.hooks.checksum.launches import Begun, Kind, Launched, Suspect, Weights, kind_of
 from opintercept.hooks.checksum.products import NoProduct, Product, positions_of, products_of, reason_of
 from opintercept.hooks.checksum.repeats import Twins
 from opintercept.hooks.checksum.suspects import SCREEN, Kept, look, may_write
@@ -43,15 +45,30 @@ WAITING = 1024
 """After how many calls the results on a device are read, if no step has ended before."""
 
 
-class _Waiting(NamedTuple):
-    """The verdict on one product, which the device may still be computing."""
+class _Computed(NamedTuple):
+    """What torch's operators find of the most suspected row of a product, which the device may still be computing."""
 
-    note: PendingRecord
-    figures: Late  # how suspect the most suspected row is, and which it is, [1] each
+    figures: Late  # how suspect the row is, and which it is, [1] each
     scores: torch.Tensor  # of all rows
     limit: float  # of what is not suspect
-    terms: sums.Terms  # of that row
+    terms: sums.Terms
     height: int  # the rows of each matrix of the batch
+
+    def suspect(self) -> Suspect | None:
+        """See `Launched`."""
+        (worst,), (flat,) = self.figures.read()
+        if worst <= self.limit:
+            return None
+        with unwatched():
+            suspected = int((~(self.scores.cpu() <= self.limit)).sum())
+            return Suspect(int(flat), self.height, suspected, self.terms.cpu())
+
+
+class _Waiting(NamedTuple):
+    """The verdict on one product."""
+
+    note: PendingRecord
+    found: _Computed | Launched
     batched: bool
     turned: bool
 
@@ -84,8 +101,9 @@ class Checksum(Finds[WrongProduct]):
     `skipped` counts the others by reason.
 
     On the CPU each call is judged when it ends. On another device nothing waits: only the most suspected row of each
-    product is computed, and it is judged when a step or the block ends, or after 1024 products. Findings there do not
-    say what has changed or whether the error repeats, and `action="raise"` raises late.
+    product is computed, and it is judged when a step or the block ends, after 1024 products, or on CUDA with compiled
+    kernels at a later call. Findings there do not say what has changed or whether the error repeats, and
+    `action="raise"` raises late.
 
     Args:
         sigma: How many standard deviations rounding may take.
@@ -127,6 +145,7 @@ class Checksum(Finds[WrongProduct]):
         "_checker": lambda: None,
         "_kept": PerCall,
         "_memory": sums.Memory,
+        "_weights": Weights,
         "_waiting": list,
         "_repeated": list,
         "_lots": Lots,
@@ -163,6 +182,7 @@ class Checksum(Finds[WrongProduct]):
         self._step = 0
         self._kept: PerCall[Kept] = PerCall()
         self._memory = sums.Memory()
+        self._weights = Weights()
         self._waiting: list[_Waiting] = []
         self._repeated: list[tuple[PendingRecord, Late]] = []
         self._lots = Lots()
@@ -212,9 +232,18 @@ class Checksum(Finds[WrongProduct]):
         with self._lock:
             if self._checker is None:
                 checker = make()
-                checker.set_up(SCREEN * self._sigma, self._exact, self._every_calls, sums.signs_for, positions_of)
+                functions = sums.signs_for, positions_of, self._limits_of
+                checker.set_up(SCREEN * self._sigma, self._exact, self._every_calls, *functions)
                 self._checker = checker
             return self._checker
+
+    def _limits_of(
+        self, lhs: torch.Tensor, rhs: torch.Tensor, bias: Any, output: torch.Tensor, alpha: float, beta: float
+    ) -> tuple[float, float, int, Kind]:
+        """What kernels need to know to check products on a device that look like this one."""
+        product = Product(lhs, rhs, first_output, bias=bias, alpha=alpha, beta=beta)
+        kind = kind_of(product, output.dtype, SCREEN * self._sigma)
+        return kind.deviation, kind.limit, int(kind.fields), kind
 
     def pre(self, call: OpCall) -> None:
         """Take the checksums of the operands."""
@@ -266,16 +295,22 @@ class Checksum(Finds[WrongProduct]):
             }
             products = products_of(call, copies)
         taken = None if self._checker is None else self._checker.taken()
-        expected = []
+        expected: list[sums.Expected | Begun] = []
         for product in products:
             if min(*product.lhs.shape, *product.rhs.shape) == 0:
                 raise NoProduct("it is empty")
-            wide = sums.wide_dtype(product, self._exact)
-            if wide is torch.float64 and product.lhs.dtype.itemsize == 1 and product.lhs.shape[-1] >= 1 << 17:
-                raise NoProduct("its sums may not fit into 32 bits")
-            groups = sums.groups_of(product, self._estimate)
-            expected.append(sums.expect(product, wide, groups, self._memory, taken))
+            if not self._exact and (begun := self._weights.begin(product)) is not None:
+                expected.append(begun)
+                continue
+            expected.append(self._expected(product, taken))
         return Kept(expected, copies)
+
+    def _expected(self, product: Product, taken: sums.Taken | None = None) -> sums.Expected:
+        wide = sums.wide_dtype(product, self._exact)
+        if wide is torch.float64 and product.lhs.dtype.itemsize == 1 and product.lhs.shape[-1] >= 1 << 17:
+            raise NoProduct("its sums may not fit into 32 bits")
+        groups = sums.groups_of(product, self._estimate)
+        return sums.expect(product, wide, groups, self._memory, taken)
 
     def error(self, call: OpCall, exception: BaseException) -> None:
         """Forget a call that raised."""
@@ -288,10 +323,10 @@ class Checksum(Finds[WrongProduct]):
             return
         waiting = len(self._waiting) + len(self._repeated)
         if waiting and (call.step != self._step or waiting >= WAITING):
-            self.check()
+            self._check_waiting()
         self._step = call.step
         found: list[WrongProduct] = []
-        with without_autocast(kept.expected[0].signs.device):
+        with without_autocast(kept.expected[0].product.lhs.device):
             try:
                 found = without_graph(self._compare, call, kept)
             except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, OverflowError) as error:
@@ -303,7 +338,11 @@ class Checksum(Finds[WrongProduct]):
 
     def _compare_twins(self, call: OpCall, twins: Twins) -> None:
         """Compare a call that a checkpoint repeats with its forward call."""
-        verdict = without_graph(twins.compare, call)
+        try:
+            verdict = without_graph(twins.compare, call)
+        except RuntimeError as error:  # the device has no memory left
+            self._skip(call, str(error).partition("\n")[0])
+            return
         if verdict is None:
             return
         if verdict.device.type == "cpu":
@@ -324,16 +363,22 @@ class Checksum(Finds[WrongProduct]):
                 raise NoProduct("its output has no values")
             if output.shape != (*product.lhs.shape[:-1], product.rhs.shape[-1]):
                 raise NoProduct("its output has another shape than the product")
+            if isinstance(expected, Begun):
+                launched = expected.finish(output, SCREEN * self._sigma)
+                if launched is not None:
+                    self._count(output)
+                    self._wait_for(call, product, launched)
+                    continue
+                expected = self._expected(product)
             units = sums.units_of(product, output.dtype)
             seen = sums.screen(expected, output, units)
-            self._checked += 1
-            self._rows += output.numel() // output.shape[-1]
+            self._count(output)
             if self._estimate:
                 self._add_error(call, output, seen.residual)
             if output.device.type != "cpu":
                 self._put_off(call, expected, output, units, seen)
             elif not float(seen.worst()) <= SCREEN * self._sigma:
-                finding = look(call, kept, place, output, units, seen, self._sigma, self._forget)
+                finding = look(call, kept, expected, place, output, units, seen, self._sigma, self._forget)
                 if finding is not None:
                     found.append(finding)
         return found
@@ -348,9 +393,15 @@ class Checksum(Finds[WrongProduct]):
         scores = seen.rows_at(limit)
         worst, flat = scores.max(0, keepdim=True)
         terms = sums.terms_of(product, output, units, flat // height if batched else None, flat)
-        figures = self._lots.put([worst, flat])
+        self._wait_for(call, product, _Computed(self._lots.put([worst, flat]), scores, limit, terms, height))
+
+    def _count(self, output: torch.Tensor) -> None:
+        self._checked += 1
+        self._rows += output.numel() // output.shape[-1]
+
+    def _wait_for(self, call: OpCall, product: Product, found: _Computed | Launched) -> None:
         with self._lock:
-            self._waiting.append(_Waiting(call.note(), figures, scores, limit, terms, height, batched, product.turned))
+            self._waiting.append(_Waiting(call.note(), found, product.lhs.dim() > 2, product.turned))
 
     def check(self) -> None:
         """Read the verdicts that are still on a device; waits for it.
@@ -358,6 +409,10 @@ class Checksum(Finds[WrongProduct]):
         Raises:
             OpInterceptError: A product is wrong, with `action="raise"`.
         """
+        settle(self)
+        self._check_waiting()
+
+    def _check_waiting(self) -> None:
         with self._lock:
             waiting, self._waiting = self._waiting, []
             repeated, self._repeated = self._repeated, []
@@ -367,26 +422,38 @@ class Checksum(Finds[WrongProduct]):
             if (found := int(twin.read()[0][0])) >= 0:
                 self._tell(_of_twin(note, found))
         for each in waiting:
-            (worst,), (flat,) = each.figures.read()
-            if not worst <= each.limit:
-                with unwatched():
-                    finding = self._judge(each, int(flat))
-                if finding is not None:
-                    self._tell(finding)
+            self._judge(each)
 
-    def _judge(self, suspect: _Waiting, flat: int) -> WrongProduct | None:
+    def arrived(self, calls: Iterable[tuple[PendingRecord, tuple[Any, Kind], Any]]) -> None:
+        """Judge products on devices of which a row is suspect, see `in_kernel.Checks`."""
+        for note, (check, kind), _ in calls:
+            self._judge(_Waiting(note, Launched(check, kind), kind.batched, False))
+
+    def _judge(self, waiting: _Waiting) -> None:
+        """Tell of a row if it is wrong."""
+        suspect = waiting.found.suspect()
+        if suspect is None:
+            return
+        with unwatched():
+            finding = self._verdict(waiting, *suspect)
+        if finding is not None:
+            self._tell(finding)
+
+    def _verdict(
+        self, waiting: _Waiting, flat: int, height: int, suspected: int, terms: sums.Terms
+    ) -> WrongProduct | None:
         """The verdict on a row, on the host."""
-        examined = sums.judge(suspect.terms.cpu(), self._sigma)
+        examined = sums.judge(terms, self._sigma)
         verdict, column = examined.verdict(self._sigma).tolist()
         if verdict <= 1:
             return None
-        batch, row = divmod(flat, suspect.height)
-        place = (int(column), row) if suspect.turned else (row, int(column))
+        batch, row = divmod(flat, height)
+        place = (int(column), row) if waiting.turned else (row, int(column))
         got, exact, error, bound = (each.reshape(-1)[int(column)].item() for each in examined[:4])
-        suspected = int((~(suspect.scores.cpu() <= suspect.limit)).sum())
-        position = (batch, *place) if suspect.batched else place
+        position = (batch, *place) if waiting.batched else place
         flags = examined.flags_at(0, int(column))
-        return WrongProduct(suspect.note.record(), position, (flat,), suspected, got, exact, error, bound, flags=flags)
+        record = waiting.note.record()
+        return WrongProduct(record, position, (flat,), suspected, got, exact, error, bound, flags=flags)
 
     def exit(self) -> None:
         """Read the verdicts that are left."""

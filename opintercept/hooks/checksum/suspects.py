@@ -15,6 +15,7 @@ import torch
 from opintercept._core.call import OpCall
 from opintercept.hooks.checksum import arithmetic as sums
 from opintercept.hooks.checksum.findings import WrongProduct
+from opintercept.hooks.checksum.launches import Begun
 from opintercept.hooks.checksum.products import products_of
 
 SCREEN = 0.75
@@ -26,13 +27,14 @@ LOOKED_AT = 16
 class Kept(NamedTuple):
     """What `Checksum` keeps of a call until it has run."""
 
-    expected: list[sums.Expected]
+    expected: list[sums.Expected | Begun]
     copies: dict[str, torch.Tensor]  # of operands that the call overwrites, by their name in `OpCall.tensors`
 
 
 def look(
     call: OpCall,
     kept: Kept,
+    expected: sums.Expected,
     place_of: int,
     output: torch.Tensor,
     units: sums.Units,
@@ -44,7 +46,6 @@ def look(
 
     `forget` forgets what is remembered of an operand with these signs.
     """
-    expected = kept.expected[place_of]
     product = expected.product
     changed: dict[str, None] = {}
     if expected.remembered:
