@@ -69,7 +69,7 @@ def products(device: torch.device, dtype: torch.dtype, largest: int, count: int)
                 yield lambda a=a, b=b: torch.bmm(a.expand(3, *a.shape), torch.stack([b, -b, 2 * b]))  # type: ignore[misc]
 
 
-def found_by(make: Callable[[], Iterator[Callable[[], Any]]], hit: bool, engine: str) -> tuple[dict[int, Any], Any]:
+def found_by(make: Callable[[], Iterator[Callable[[], Any]]], hit: bool, engine: Any) -> tuple[dict[int, Any], Any]:
     torch.manual_seed(0)
     checksum = hooks.Checksum(action="record")
     with torch.no_grad(), intercept([Hit(), checksum] if hit else checksum, engine=engine):
@@ -182,7 +182,7 @@ def decode(device: torch.device, small: bool) -> None:
         for way, make in ways.items():
             hook = make()
             other = torchs_operators() if "operators" in way else nullcontext()
-            engine = "kernel" if "operators" in way else "compiled"  # in C++, kernels would launch ours
+            engine: Any = "kernel" if "operators" in way else "compiled"  # in C++, kernels would launch ours
             with torch.no_grad(), other, intercept(hook, engine=engine) if hook is not None else nullcontext():
                 for _ in range(2):
                     model(x)

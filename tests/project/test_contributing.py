@@ -94,7 +94,7 @@ def test_a_twin_and_the_test_of_it_exist(what: str, python: str, cpp: str, test:
 def test_every_source_in_cpp_that_repeats_python_has_a_twin() -> None:
     named = {Path(cpp.strip("`")).name for _, _, cpp, _ in TWINS if cpp.endswith(".cpp`")}
     own = {"ring.cpp", "sets.cpp", "values.cpp", "checksums.cpp"}  # only C++ has a ring, and layouts to find
-    own |= {"driver.cpp", "readings.cpp"}  # and launches
+    own |= {"driver.cpp", "readings.cpp", "checks.cpp"}  # and launches
     assert named | own == {path.name for path in (ROOT / "opintercept").rglob("*.cpp")}
 
 
@@ -104,8 +104,28 @@ def test_the_page_on_threads_names_every_mutex() -> None:
     has = re.compile(r"^ *std::mutex \w+;", re.MULTILINE)
     made = [path.name for path in headers for _ in has.findall(path.read_text())]
     of_records, of_driver = ("Records::mutex", "Records::writing"), ("State::mutex", "OfStream::mutex")
-    names = ["Checker::mutex", *of_driver, "Reading::mutex", *of_records, "left_mutex", "Ring::mutex"]
-    where = ["checker.h", "driver.cpp", "driver.cpp", "readings.cpp", "records.h", "records.h", "ring.cpp", "ring.h"]
+    names = [
+        "Checker::mutex",
+        "Held::mutex",
+        "Weights::mutex",
+        *of_driver,
+        "Reading::mutex",
+        *of_records,
+        "left_mutex",
+        "Ring::mutex",
+    ]
+    where = [
+        "checker.h",
+        "checks.cpp",
+        "checks.h",
+        "driver.cpp",
+        "driver.cpp",
+        "readings.cpp",
+        "records.h",
+        "records.h",
+        "ring.cpp",
+        "ring.h",
+    ]
     assert sorted(made) == where
     for name in names:
         assert f"`{name}`" in page

@@ -719,8 +719,8 @@ PyMODINIT_FUNC INIT(TORCH_EXTENSION_NAME)() {
   if (made == nullptr) {
     return nullptr;
   }
-  if (!opintercept_add_ring(made) || !opintercept_add_records(made) || !opintercept_add_readings(made) || !opintercept_add_checks(made) ||
-      !opintercept_add_checker(made) || !opintercept_add_launches(made)) {
+  if (!opintercept_add_ring(made) || !opintercept_add_records(made) || !opintercept_add_readings(made) ||
+      !opintercept_add_checks(made) || !opintercept_add_checker(made) || !opintercept_add_launches(made)) {
     Py_DECREF(made);
     return nullptr;
   }

@@ -34,7 +34,7 @@ from opintercept._values.read import first_output, in_memory, leaves_out_capture
 from opintercept.hooks.checksum import arithmetic as sums
 from opintercept.hooks.checksum.findings import EstimatedError as EstimatedError
 from opintercept.hooks.checksum.findings import WrongProduct as WrongProduct
-from opintercept.hooks.checksum.launches import Begun, Kind, Launched, Suspect, Weights, kind_of
+from opintercept.hooks.checksum.launches import Begun, Checking, Kind, SuspectRow, Weights, kind_of
 from opintercept.hooks.checksum.products import NoProduct, Product, positions_of, products_of, reason_of
 from opintercept.hooks.checksum.repeats import Twins
 from opintercept.hooks.checksum.suspects import SCREEN, Kept, look, may_write
@@ -45,7 +45,7 @@ WAITING = 1024
 """After how many calls the results on a device are read, if no step has ended before."""
 
 
-class _Computed(NamedTuple):
+class _ByOperators(NamedTuple):
     """What torch's operators find of the most suspected row of a product, which the device may still be computing."""
 
     figures: Late  # how suspect the row is, and which it is, [1] each
@@ -54,21 +54,21 @@ class _Computed(NamedTuple):
     terms: sums.Terms
     height: int  # the rows of each matrix of the batch
 
-    def suspect(self) -> Suspect | None:
-        """See `Launched`."""
+    def suspect(self) -> SuspectRow | None:
+        """See `Checking`."""
         (worst,), (flat,) = self.figures.read()
         if worst <= self.limit:
             return None
         with unwatched():
             suspected = int((~(self.scores.cpu() <= self.limit)).sum())
-            return Suspect(int(flat), self.height, suspected, self.terms.cpu())
+            return SuspectRow(int(flat), self.height, suspected, self.terms.cpu())
 
 
 class _Waiting(NamedTuple):
     """The verdict on one product."""
 
     note: PendingRecord
-    found: _Computed | Launched
+    found: _ByOperators | Checking
     batched: bool
     turned: bool
 
@@ -393,13 +393,13 @@ class Checksum(Finds[WrongProduct]):
         scores = seen.rows_at(limit)
         worst, flat = scores.max(0, keepdim=True)
         terms = sums.terms_of(product, output, units, flat // height if batched else None, flat)
-        self._wait_for(call, product, _Computed(self._lots.put([worst, flat]), scores, limit, terms, height))
+        self._wait_for(call, product, _ByOperators(self._lots.put([worst, flat]), scores, limit, terms, height))
 
     def _count(self, output: torch.Tensor) -> None:
         self._checked += 1
         self._rows += output.numel() // output.shape[-1]
 
-    def _wait_for(self, call: OpCall, product: Product, found: _Computed | Launched) -> None:
+    def _wait_for(self, call: OpCall, product: Product, found: _ByOperators | Checking) -> None:
         with self._lock:
             self._waiting.append(_Waiting(call.note(), found, product.lhs.dim() > 2, product.turned))
 
@@ -427,7 +427,7 @@ class Checksum(Finds[WrongProduct]):
     def arrived(self, calls: Iterable[tuple[PendingRecord, tuple[Any, Kind], Any]]) -> None:
         """Judge products on devices of which a row is suspect, see `in_kernel.Checks`."""
         for note, (check, kind), _ in calls:
-            self._judge(_Waiting(note, Launched(check, kind), kind.batched, False))
+            self._judge(_Waiting(note, Checking(check, kind), kind.batched, False))
 
     def _judge(self, waiting: _Waiting) -> None:
         """Tell of a row if it is wrong."""

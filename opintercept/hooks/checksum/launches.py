@@ -1,6 +1,6 @@
 """Checks products on CUDA devices in at most four launches, see `_native/device/checksum.h`.
 
-Invariant: nothing waits for a device before `Launched.suspect`, and no operand is kept until then. The verdict is that
+Invariant: nothing waits for a device before `Checking.suspect`, and no operand is kept until then. The verdict is that
 of `arithmetic.judge`, from what the device computes of the most suspected row. Must not import the hook.
 """
 
@@ -132,7 +132,7 @@ class Begun(NamedTuple):
     product: Product
     check: Any
 
-    def finish(self, output: torch.Tensor, share: float) -> Launched | None:
+    def finish(self, output: torch.Tensor, share: float) -> Checking | None:
         """Compare them with the output, which has the shape of the product; None if they cannot be compared.
 
         Raises:
@@ -141,16 +141,16 @@ class Begun(NamedTuple):
         kind = kind_of(self.product, output.dtype, share)
         if not self.check.finish(output, kind.deviation, kind.limit, int(kind.fields)):
             return None
-        return Launched(self.check, kind)
+        return Checking(self.check, kind)
 
 
-class Launched(NamedTuple):
+class Checking(NamedTuple):
     """A product that a device is checking."""
 
     check: Any
     kind: Kind
 
-    def suspect(self) -> Suspect | None:
+    def suspect(self) -> SuspectRow | None:
         """The row that is suspected most; None if none is. Waits for the device.
 
         Raises:
@@ -164,10 +164,10 @@ class Launched(NamedTuple):
             raise RuntimeError("the device has failed before it could check a product")
         self.check.forget()  # what is remembered of the weight may be what is wrong
         _, flat, suspected, most, height = found
-        return Suspect(flat, height, suspected, self.kind.terms(data, most))
+        return SuspectRow(flat, height, suspected, self.kind.terms(data, most))
 
 
-class Suspect(NamedTuple):
+class SuspectRow(NamedTuple):
     """The most suspected row of a product."""
 
     flat: int  # its index, counted through the batch
