@@ -295,9 +295,10 @@ bool Checker::finish(Checked& expected, const c10::IValue* arguments, const at::
       Py_INCREF(made->kind);
     }
     expected.limits = made;
+    decltype(limits_by_look) old; // freed without the mutex, since that may run Python code
     std::lock_guard lock(mutex);
     if (limits_by_look.size() >= REMEMBERED) {
-      limits_by_look.clear();
+      limits_by_look.swap(old);
     }
     limits_by_look.emplace(key, made);
   }
