@@ -35,7 +35,10 @@ struct Verdict {
   Word unused[sizeof(Row) / sizeof(Word) - 5];
   Word mark;
 };
-static_assert(sizeof(Verdict) == sizeof(Row) && __builtin_offsetof(Verdict, mark) == __builtin_offsetof(Row, mark));
+static_assert(sizeof(Verdict) == sizeof(Row));
+#ifndef __CUDACC_RTC__ // which does not know it before 13.5
+static_assert(__builtin_offsetof(Verdict, mark) == __builtin_offsetof(Row, mark));
+#endif
 
 struct Best {
   double score;
