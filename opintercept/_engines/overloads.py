@@ -27,12 +27,20 @@ def is_composite(overload: torch._ops.OpOverload) -> bool:
     return bool(has_kernel(overload.name(), "CompositeImplicitAutograd"))  # type: ignore[misc]
 
 
+def is_made_of_others(name: str) -> bool:
+    """Whether an overload calls other operators, be it above autograd or where a backend has no kernel for it."""
+    has: Any = has_kernel
+    if has(name, "CompositeImplicitAutograd"):
+        return True
+    return any(has(name, key) for key in _BACKENDS[:2]) and not any(has(name, key) for key in _BACKENDS[2:])
+
+
 def is_runnable(overload: torch._ops.OpOverload) -> bool:
     """Whether this build of torch has a kernel for the overload. Leaving the others out makes entering faster."""
     return any(has_kernel(overload.name(), key) for key in _BACKENDS)  # type: ignore[misc]
 
 
-# The dispatch keys at which operators compute.
+# The dispatch keys at which operators compute; those of the first two call other operators.
 # fmt: off
 _BACKENDS = (
     "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional", "CPU", "CUDA", "MPS", "XPU", "HPU", "XLA",

@@ -36,7 +36,12 @@ COMMANDS = {
 }
 EXAMPLES = {
     "demo": ["demo"],
-    "run": ["run train.py --epochs 1", "run --out runs/a --every-steps 10 -m package.train", "run --stop train.py"],
+    "run": [
+        "run train.py --epochs 1",
+        "run --out runs/a --every-steps 10 -m package.train",
+        "run --stop train.py",
+        "run --audit train.py",
+    ],
     "show": ["show runs/a", "show runs/a --module 'encoder.*' --by step", "show runs/a --calls --sort time --limit 5"],
     "diff": ["diff runs/a runs/b", "diff runs/eager runs/compiled --rtol 1e-5"],
     "why": ["why runs/a runs/b", "why runs/trainer runs/engine -o why.html"],

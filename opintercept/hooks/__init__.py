@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from opintercept.hooks._when import when as when
     from opintercept.hooks.attention import AttentionCall as AttentionCall
     from opintercept.hooks.attention import AttentionWeights as AttentionWeights
+    from opintercept.hooks.audit import Audit as Audit
+    from opintercept.hooks.audit import AuditRow as AuditRow
     from opintercept.hooks.capture import Capture as Capture
     from opintercept.hooks.capture import Captured as Captured
     from opintercept.hooks.checksum.checksum import Checksum as Checksum
@@ -48,6 +50,7 @@ _HOMES = {
     for file, names in {
         "_when": "when",
         "attention": "AttentionCall AttentionWeights",
+        "audit": "Audit AuditRow",
         "capture": "Capture Captured",
         "checksum.checksum": "Checksum EstimatedError WrongProduct",
         "edits": "BitFlip FakeQuantize Flip Noise",

@@ -612,6 +612,36 @@ def test_every_hook_that_needs_no_arguments_can_be_shown(tmp_path: Path) -> None
     assert "nothing compared: torch.distributed is not initialised" in err
 
 
+def test_an_audit_says_which_share_was_seen_and_names_the_rest(tmp_path: Path) -> None:
+    program = """
+        import torch
+        torch.manual_seed(0)
+        model = torch.nn.Linear(8, 8)
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(3):
+            model(torch.ones(2, 8)).cumsum(0).sum().backward()
+            optimizer.step()
+        print(model.weight.sum().item())
+    """
+    name = script(tmp_path, program)
+    plain = ends(fork(tmp_path, name))[1]
+    out, err = watch(tmp_path, "--audit", name)
+    assert out == plain
+    share = re.search(r"^([\d.]+)% of [\d.]+ ms in operators on the CPU lies inside \d+ seen calls$", err, re.MULTILINE)
+    assert share is not None
+    assert float(share[1]) > 50
+    assert "cumsum" not in err
+    _, err = watch(tmp_path, "--audit", "--steps", "1:3", "--ops", "matmul", name)
+    assert "lies inside 4 seen calls" in err
+    assert re.search(r"^aten::cumsum +operator +4 ", err, re.MULTILINE)
+
+
+@pytest.mark.parametrize("option", [["--out", "a"], ["--stop"], ["--hooks", "stats"], ["--module", "a"], ["--quiet"]])
+def test_an_audit_runs_alone(tmp_path: Path, option: list[str]) -> None:
+    _, err = watch(tmp_path, "--audit", *option, script(tmp_path, "import torch"), status=2)
+    assert f"--audit looks at all calls and runs no other hook; leave out {option[0]}" in err
+
+
 def test_git_does_not_see_a_run(tmp_path: Path) -> None:
     name = script(tmp_path, "import torch\ntorch.ones(2, 2) @ torch.ones(2, 2)")
     for options in (), ("--overwrite",):

@@ -63,6 +63,7 @@ def observers() -> list[Any]:
         hooks.Checksum(estimate=True),
         hooks.Replicas(),
         hooks.Experts(),
+        hooks.Audit(),
         hooks.when(lambda call: None, every_calls=2),
     ]
 

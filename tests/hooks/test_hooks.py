@@ -438,6 +438,7 @@ DECLARED: dict[str, Callable[[], Any]] = {
     "Noise": lambda: hooks.Noise(0.1),
     "Print": lambda: hooks.Print(io.StringIO()),
     "Profile": hooks.Profile,
+    "Audit": hooks.Audit,
     "Recorder": hooks.Recorder,
     "Reference": hooks.Reference,
     "Replicas": hooks.Replicas,

@@ -61,6 +61,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="what to show at the end, such as profile,checksum (default profile,nonfinite): "
         + ", ".join(name.lower() for name in HOOKS),
     )
+    parser.add_argument(
+        "--audit",
+        action="store_true",
+        help="say which share of the time in kernels lies inside calls that are seen, with --ops all unless given, "
+        "and list the rest by name; looks at --steps, or at the first 20,000 calls, of one process",
+    )
     parser.add_argument("--limit", metavar="N", type=count, default=20, help="rows of each table (default 20)")
     parser.add_argument("-q", "--quiet", action="store_true", help="show neither progress nor tables")
     parser.add_argument(
@@ -100,6 +106,13 @@ def _hooks(text: str) -> list[str]:
     return [known[name.replace("_", "").lower()] for name in text.split(",")]
 
 
+def _check_alone(arguments: argparse.Namespace) -> None:
+    """Refuse what would run beside an audit, or leave calls out of it."""
+    for name in ("out", "hooks", "stop", "module", "phase", "quiet"):
+        if getattr(arguments, name):
+            raise OpInterceptError(f"--audit looks at all calls and runs no other hook; leave out --{name}")
+
+
 def command(arguments: argparse.Namespace) -> Callable[[], int]:
     """Return a function that runs the program."""
     if not arguments.program:
@@ -107,6 +120,9 @@ def command(arguments: argparse.Namespace) -> Callable[[], int]:
     for name in ("tensors", "why", "overwrite", "flight", "every_steps", "max_bytes"):
         if getattr(arguments, name) and arguments.out is None:
             raise OpInterceptError(f"--{name.replace('_', '-')} needs --out FOLDER, the folder to record to")
+    if arguments.audit:
+        _check_alone(arguments)
+        arguments.hooks, arguments.ops, arguments.children = ["Audit"], arguments.ops or "all", False
     if arguments.why:
         one_pass = {"phase": arguments.phase or "forward", "steps": range(1)} if arguments.steps is None else {}
         for option, value in {"ops": "all", "tensors": "full", **one_pass}.items():

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 OPS = "matmul,convolution"
 HOOKS = (
     *("Profile", "NonFinite", "Stats", "Reference", "Checksum", "Replicas", "Experts", "Gradients", "AttentionWeights"),
-    *("Capture", "Recorder", "Print", "Log", "FakeQuantize", "BitFlip"),
+    *("Capture", "Recorder", "Print", "Log", "FakeQuantize", "BitFlip", "Audit"),
 )
 """The ready-made hooks that need no arguments."""
 
@@ -43,14 +43,18 @@ class ChosenHooks:
         self, arguments: argparse.Namespace, stderr: TextIO, stop: Callable[[Finding], None], member: Member
     ) -> None:
         from opintercept import hooks
+        from opintercept._engines.choose import choose
         from opintercept._ranks.rank import rank_and_world_size
 
+        every_thread = choose(arguments.level, arguments.engine, "current").every_thread
+        self._threads: Any = arguments.threads or ("all" if every_thread else "current")
         names = arguments.hooks or ([] if arguments.quiet else ["Profile", "NonFinite"])
         options: dict[str, dict[str, Any]] = {
             "NonFinite": {"action": stop if arguments.stop else "record"},
             "Checksum": {"action": "record"},
             "Replicas": {"action": "record"},
             "Print": {"file": stderr},
+            "Audit": {"threads": self._threads, "steps": arguments.steps},
         }
         self.rank, self.world_size = rank_and_world_size()
         self.shown: dict[str, Any] = {name: getattr(hooks, name)(**options.get(name, {})) for name in names}
@@ -82,11 +86,11 @@ class ChosenHooks:
             watching.append(search)  # last, so that the others see the call before this one raises
         return [
             intercept(
-                [hooks.when(hook, **filters) for hook in watched] if filtered else watched,
+                [hooks.when(hook, **filters) for hook in watched] if filtered and not chosen.audit else watched,
                 ops=ops,
                 level=chosen.level,
                 engine=chosen.engine,
-                threads=chosen.threads or ("all" if engine.every_thread else "current"),
+                threads=self._threads,
                 on_error="warn",  # a failing hook must not end the program
             )
             for watched, ops in both

@@ -26,7 +26,7 @@ def summary(hooks: ChosenHooks, file: TextIO, which: str = "", more: str = "") -
     for name, hook in hooks.shown.items():
         if name == "NonFinite" and not hook.findings:
             yield from itertools.islice(_nothing_found(hooks, hook), 1 if which else None)
-        elif name not in ("Print", "Log") and tally.calls:
+        elif name == "Audit" or (name not in ("Print", "Log") and tally.calls):
             yield from _top(hook, chosen.limit, file)
     opaque = ", ".join(f"{name} x{times}" for name, times in hooks.blocks[0].opaque.items())
     if opaque:
