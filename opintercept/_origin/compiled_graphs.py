@@ -200,14 +200,24 @@ def _traces(whole: fused.InductorGraph, graph: Graph | None) -> dict[str, Trace]
     if any(name.startswith("tangents_") for name in whole.nodes):
         _connect(whole, graph, traces, places, told)
     else:
+        around: dict[str, Trace] = {}
         for line, of_line in names.items():
-            told |= _aligned(places[line], of_line, whole)
+            exact, outer = _aligned(places[line], of_line, whole)
+            told |= exact
+            around |= outer
         graph.placed.update(told)
+        told = around | told
     return traces | told
 
 
-def _aligned(its: list[tuple[Trace, bool]], names: list[str], whole: fused.InductorGraph) -> dict[str, Trace]:
-    """Which of a line's nodes has which trace, if their order tells. Products divide both into the same parts."""
+def _aligned(
+    its: list[tuple[Trace, bool]], names: list[str], whole: fused.InductorGraph
+) -> tuple[dict[str, Trace], dict[str, Trace]]:
+    """Which of a line's nodes has which trace, if their order tells, and of the others which trace is around them.
+
+    Products divide both into the same parts. Nodes of a batch norm and of what follows it on the line cannot be told
+    apart, but all are inside the module of the latter.
+    """
     order = {name: place for place, name in enumerate(whole.nodes)}
     ours: list[list[list[str]]] = [[]]  # runs of nodes that follow each other, between products
     before = -2
@@ -226,16 +236,20 @@ def _aligned(its: list[tuple[Trace, bool]], names: list[str], whole: fused.Induc
         elif not theirs[-1] or theirs[-1][-1] != trace:
             theirs[-1].append(trace)
     if len({trace for trace, _ in its}) == 1:
-        return dict.fromkeys(names, its[0][0])
+        return dict.fromkeys(names, its[0][0]), {}
     if len(ours) != len(theirs):
         ours, theirs = [[run for part in ours for run in part]], [[trace for part in theirs for trace in part]]
     found: dict[str, Trace] = {}
+    around: dict[str, Trace] = {}
     for runs, traces in zip(ours, theirs, strict=True):
+        outer = min(traces, key=lambda trace: len(trace.source or ()), default=UNKNOWN)
         if len(set(traces)) == 1:
             found |= dict.fromkeys((name for run in runs for name in run), traces[0])
         elif len(runs) == len(traces):
             found |= {name: trace for run, trace in zip(runs, traces, strict=True) for name in run}
-    return found
+        elif outer.source and all(_is_inside(trace.source or (), outer.source) for trace in traces):
+            around |= dict.fromkeys((name for run in runs for name in run), outer)
+    return found, around
 
 
 def _connect(

@@ -127,7 +127,7 @@ class _Variables:
     def alias(self, name: str, other: str) -> None:
         self._holds[name] = self.held(other)
 
-    def extern(self, event: Event) -> None:
+    def extern(self, event: Event) -> Node | None:
         """Find the node that a call of the wrapper computes, by its operator and its operands."""
         wanted = [self.held(each) for each in event.read if self.held(each)]
         names = [
@@ -143,6 +143,8 @@ class _Variables:
             name = names[matches.index(best)]
             self._done.add(name)
             self._holds |= {variable: frozenset((name,)) for variable in event.written}
+            return self._graph.nodes[name]
+        return None
 
     def launch(self, event: Event, since: int, outside: Collection[str]) -> list[Node]:
         """Find the nodes that a kernel computes, in order.
@@ -197,17 +199,31 @@ class _Variables:
         return known.get(graph.root(name)) or None
 
     def _assign(self, event: Event, found: set[str]) -> None:
-        """Note what the kernel has written: those of its nodes that fit, and that others need."""
+        """Note what the kernel has written: those of its nodes that fit, and that others need.
+
+        What no node fits may be what it has read, laid out as a library wants it.
+        """
         graph = self._graph
+        read = {self.held(variable) for variable in event.read} - {frozenset()}  # before this writes to one of them
         needed = {n for n in found if n in self._returned or not self._users.get(n, set()) <= found}
         for variable in event.written:
             look = event.looks.get(variable)
             fits = [n for n in found if look is None or _fits(graph.nodes[n], *look)]
-            self._holds[variable] = frozenset([n for n in fits if n in needed] or fits)
+            nodes = frozenset([n for n in fits if n in needed] or fits)
+            self._holds[variable] = nodes or self._copied(read, look)
+
+    def _copied(self, read: Iterable[frozenset[str]], look: tuple[str, int | None] | None) -> frozenset[str]:
+        """What a buffer holds if it is a copy of the only operand that looks like it."""
+        fits = (
+            []
+            if look is None or not look[0]
+            else [each for each in read if all(_fits(self._graph.nodes[n], *look) for n in each)]
+        )
+        return fits[0] if len(fits) == 1 else frozenset()
 
 
 def _fits(node: Node, dtype: str, count: int | None) -> bool:
-    if _DTYPES.get(dtype, dtype) != node.dtype:
+    if dtype and _DTYPES.get(dtype, dtype) != node.dtype:
         return False
     sizes = [int(each) if each.isdecimal() else None for each in node.shape]
     return count is None or None in sizes or math.prod(filter(None, sizes)) == count
@@ -246,6 +262,7 @@ def nodes_of(
     flow = _Variables(graph, lines)
     outside = frozenset(_of_externs(graph, events))
     found: dict[int, list[Node]] = {}
+    copying: dict[str, int] = {}  # the lines of launches that compute nothing, by the buffers that they write
     since = 0
     for event in events:
         if event.kind == "alias":
@@ -253,8 +270,10 @@ def nodes_of(
             continue
         if event.kind == "launch":
             found[event.line] = flow.launch(event, since, outside)
-        else:
-            flow.extern(event)
+            copying |= dict.fromkeys(() if found[event.line] else event.written, event.line)
+        elif (node := flow.extern(event)) is not None:
+            for line in {copying.pop(variable) for variable in event.read if variable in copying}:
+                found[line].append(node)  # its operands are what the kernel has copied for it
         since = event.line
     return found
 

@@ -24,3 +24,12 @@ def test_results_are_the_same_and_each_launch_is_seen(name: str, trains: bool, t
     torch._dynamo.reset()
     assert found.wrong == []
     assert found.seen == found.launches > 10
+
+
+def test_kernels_of_batch_norms_and_those_that_lay_operands_out_have_modules(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(compile_threads=1, fx_graph_cache=False):
+        found = compare(step_of("own_resnet", False, {}), str(tmp_path))
+    torch._dynamo.reset()
+    assert found.wrong == []
+    assert found.placed == found.seen == found.launches > 10

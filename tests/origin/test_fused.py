@@ -85,3 +85,15 @@ def test_a_constant_is_left_out_unless_it_is_all_there_is() -> None:
     """
     events = [launch(10, "arg0_1", "buf0"), launch(11, "", "buf1")]
     assert computed(text, events, {10: [4], 11: [6]}) == {10: ["add"], 11: ["full_1"]}
+
+
+def test_a_kernel_that_lays_operands_out_for_a_call_is_part_of_it() -> None:
+    text = """
+        3: mm = mm(arg0_1, arg1_1)
+        4: relu = relu(mm)
+        return (relu,)
+    """
+    looks: dict[str, tuple[str, int | None]] = {"buf0": ("torch.float32", 32), "buf1": ("torch.float32", 64)}
+    copies = Event("launch", 10, "kernel_10", ("arg0_1", "arg1_1"), ("buf0", "buf1"), looks)
+    events = [copies, product(11, "buf0 buf1", "buf2"), launch(12, "buf2", "buf3")]
+    assert computed(text, events, {11: [3], 12: [4]}) == {10: ["mm"], 12: ["relu"]}
