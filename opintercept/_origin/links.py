@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from itertools import islice
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -119,6 +120,7 @@ class Links:
         # Autograd numbers nodes per thread. With the links, the identity of their thread and what dies with it: Python
         # may give the identity to a new thread while nodes of the old one are still there.
         self._threads: dict[_ThreadLinks, tuple[int, weakref.ref[_Life]]] = {}
+        self._by_number: dict[int | None, _ThreadLinks] = {}  # those, by the number that autograd gives a thread
         self._local = threading.local()
         self._round = 0
         self._in_backward = False
@@ -261,10 +263,13 @@ class Links:
             mine = self._local.links = _ThreadLinks()
             life = self._local.life = _Life()
             self._threads[mine] = threading.get_ident(), weakref.ref(life)
+            self._by_number[mine.thread] = mine
             if len(self._threads) > self.THREADS:
                 for links, (_, life_of) in tuple(self._threads.items()):
                     if life_of() is None:
                         self._threads.pop(links, None)
+                        if links.thread is not None and self._by_number.get(links.thread) is links:
+                            del self._by_number[links.thread]
         return mine
 
     def find(self) -> tuple[Link, CallSite, bool] | None:
@@ -290,9 +295,8 @@ class Links:
         Each thread numbers its nodes from 0, and a node tells its thread in C++ only. Autograd's own threads run nodes
         of others and, where a graph is made in the backward pass, some of their own. `mine` is of this thread.
         """
-        if threads is not None and all(each.thread is not None for each in tuple(self._threads)):
-            maker = threads()[1]
-            return next((each for each in tuple(self._threads) if each.thread == maker), None)
+        if threads is not None and None not in self._by_number:
+            return self._by_number.get(threads()[1])
         own = None if mine is None else mine.links.get(number)
         if own is not None and _computes(node, own) and _evidence(node, own) >= ALL:
             return mine
@@ -408,10 +412,15 @@ _NODES = frozenset(name.partition("::")[2].replace("_", "") for name in OWN if R
 
 def _computes(node: Any, link: Link) -> bool:
     """Whether the node can belong to the link's operator. Another thread may have a node of the same number."""
-    name = node.name().lower().rstrip("0123456789").removesuffix("backward")
-    if is_patched(link.op):
+    return _is_of(node.name(), link.op, link.sure)
+
+
+@lru_cache(4096)
+def _is_of(node: str, op: str, sure: bool) -> bool:
+    name = node.lower().rstrip("0123456789").removesuffix("backward")
+    if is_patched(op):
         return True  # a function may run any operators
-    return (link.sure and name not in _NODES) or name == link.op.partition("::")[2].replace("_", "")
+    return (sure and name not in _NODES) or name == op.partition("::")[2].replace("_", "")
 
 
 def grad_of(operands: Iterable[int], left: int, link: Link) -> tuple[str | None, bool]:
