@@ -17,7 +17,7 @@ constexpr int MOST_PARTS = 264; // of a tensor, which are read by themselves: tw
 constexpr int MOST_JOBS = 10; // tensors that one launch reads
 constexpr int DEEPEST = 6; // dimensions of the rows
 constexpr int ROWS_EACH = 8; // that a thread reads before another block is worth its start
-constexpr int AT_ONCE = 2; // virtual rows that a thread loads while it uses as many
+constexpr int AT_ONCE = 4; // virtual rows that a thread loads before it uses one
 constexpr int SAMPLED = 1024; // values of a tensor that says what it said before
 constexpr int FEW_BLOCKS = 64; // that look whether it does
 constexpr Word BLOCK = 1 << 16, PIECE = 1 << 18; // as in `_values.hash`
@@ -544,16 +544,22 @@ struct Reading {
     return {are_whole && static_cast<long long>(first) + COLUMNS <= width, job.strides[0], -(SIGN + 1)};
   }
 
-  // What a thread has on the way: its columns in some virtual rows.
-  struct Batch {
+  // Reads the columns of this thread in virtual rows: all of some are on their way before the first one is used.
+  void add_rows(const F& format, const Job& job, Word row, Word step, Word end, Word first, const Word* weights) {
+    const Vectors vectors = vectors_of(job, first);
+    for (const Word base = row; row < end; row += AT_ONCE * step) {
+      add_some(format, job, vectors, row, step, end, first, weights + (row - base));
+    }
+  }
+
+  void add_some(
+      const F& format, const Job& job, const Vectors& vectors, Word row, Word step, Word end, Word first,
+      const Word* weights) {
     Loaded loaded[AT_ONCE];
-    bool is_there[AT_ONCE], is_whole[AT_ONCE]; // whether there is such a row, and whether it has been loaded
-  };
-  static void load(const Job& job, const Vectors& vectors, Word row, Word step, Word end, Word first, Batch& batch) {
+    unsigned left = 0; // rows that are no whole vectors of finite values
     for (int i = 0; i < AT_ONCE; i++) {
       const Word here = row + i * step;
       long long at = -1;
-      batch.is_there[i] = here < end;
       if (here < end && vectors.are_whole) {
         at = static_cast<long long>(here) * vectors.pitch + static_cast<long long>(first);
         if (vectors.pitch == 0) {
@@ -563,19 +569,16 @@ struct Reading {
           at = -1;
         }
       }
-      batch.is_whole[i] = at >= 0;
       if (at >= 0) {
-        batch.loaded[i] = *reinterpret_cast<const Loaded*>(static_cast<const Bits*>(job.data) + at);
+        loaded[i] = *reinterpret_cast<const Loaded*>(static_cast<const Bits*>(job.data) + at);
+      } else {
+        left |= (here < end) << i | (1 << (AT_ONCE + i));
       }
     }
-  }
-
-  void add(const F& format, const Job& job, const Batch& batch, Word row, Word step, Word first, const Word* weights) {
-    unsigned left = 0; // rows that are no whole vectors of finite values
     for (int i = 0; i < AT_ONCE; i++) {
-      const bool is_added =
-          batch.is_whole[i] && add_finite(format, batch.loaded[i], job.hashed ? weights[i * step] : 0, job.hashed);
-      left |= (batch.is_there[i] && !is_added) << i;
+      if ((left >> (AT_ONCE + i) & 1) == 0) {
+        left |= !add_finite(format, loaded[i], job.hashed ? weights[i * step] : 0, job.hashed) << i;
+      }
     }
 #ifdef __CUDACC_RTC__
 #pragma unroll 1 // it is seldom, and long
@@ -584,18 +587,6 @@ struct Reading {
       if (left >> i & 1) {
         add_row(format, job, find(job, row + i * step, first), job.hashed ? weights[i * step] : 0);
       }
-    }
-  }
-
-  // Reads the columns of this thread in virtual rows, of which the next ones are on their way while it uses some.
-  void add_rows(const F& format, const Job& job, Word row, Word step, Word end, Word first, const Word* weights) {
-    const Vectors vectors = vectors_of(job, first);
-    Batch now, next;
-    load(job, vectors, row, step, end, first, now);
-    for (const Word base = row; row < end; row += AT_ONCE * step) {
-      load(job, vectors, row + AT_ONCE * step, step, end, first, next);
-      add(format, job, now, row, step, first, weights + (row - base));
-      now = next;
     }
   }
 
