@@ -14,13 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from opintercept._core.record import CallRecord
-from opintercept.runs.compare.difference import (
-    KINDS,
-    Absent,
-    CallDifference,
-    ModuleDifference,
-    RoleDifference,
-)
+from opintercept.runs.compare.difference import KINDS, Absent, CallDifference, ModuleDifference, RoleDifference
 from opintercept.runs.compare.judged import decides, judged, story, unjudged
 from opintercept.runs.compare.operands import Comparer, TensorErrors
 from opintercept.runs.compare.pairing import BY, PAIRINGS, Ids, outcome

@@ -17,10 +17,7 @@ from opintercept._core.errors import OpInterceptError
 from opintercept.runs.program.again import FAILURES
 from opintercept.runs.program.evaluate import Perturber, computed
 from opintercept.runs.program.program import ProgramMemory, Step, in_double
-from opintercept.runs.why.changes.edits import (
-    Edits,
-    constant,
-)
+from opintercept.runs.why.changes.edits import Edits, constant
 from opintercept.runs.why.changes.wording import biases_of
 from opintercept.runs.why.counterparts import Counterpart, weight_place
 from opintercept.runs.why.flow import LEAF, is_real

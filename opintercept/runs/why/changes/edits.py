@@ -110,11 +110,11 @@ def passed(place: int) -> Edit:
 
 def scaled(group: Sequence[Step], factor: float) -> Edits:
     """Multiply what calls make."""
-    return dict.fromkeys((step.number for step in group), times(factor))
 
+    def edit(step: Step, x: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+        return [None if each is None else each * factor for each in step.compute(x)[:1]]
 
-def times(factor: float) -> Edit:
-    return lambda step, x: [None if each is None else each * factor for each in step.compute(x)[:1]]
+    return dict.fromkeys((step.number for step in group), edit)
 
 
 def like(other: Step) -> Edit:

@@ -10,22 +10,8 @@ import torch
 
 from opintercept.runs.program.evaluate import moves
 from opintercept.runs.why.changes.accused import Accused
-from opintercept.runs.why.changes.edits import (
-    Change,
-    Edits,
-    scaled,
-    with_arguments,
-    with_number,
-)
-from opintercept.runs.why.changes.wording import (
-    argument_of,
-    is_plain,
-    name_of,
-    named,
-    others_of,
-    times_words,
-    value_of,
-)
+from opintercept.runs.why.changes.edits import Change, Edits, scaled, with_arguments, with_number
+from opintercept.runs.why.changes.wording import argument_of, argument_words, differing, name_of, others_of
 from opintercept.runs.why.noise import LIMIT
 
 _FEW = 8  # numbers of a result that do not tell whether a number that fits them is B's
@@ -34,48 +20,25 @@ _FEW = 8  # numbers of a result that do not tell whether a number that fits them
 def arguments(accused: Accused) -> Iterator[Change]:
     """B's number, flag or list for an argument."""
     done = set()
-    others = [*accused.steps_b, *accused.before_b]
     for group in accused.groups():
-        step = group[0]
-        for other in others:
-            if other.operator != step.operator:
-                continue
-            for name in dict.fromkeys((*step.arguments, *other.arguments)):
-                mine, theirs = (argument_of(each, name) for each in (step, other))
-                if repr(mine) == repr(theirs) or not all(map(is_plain, (mine, theirs))):
-                    continue
+        for other in (*accused.steps_b, *accused.before_b):
+            for name, (mine, theirs) in differing(group[0], other).items():
                 key = (*(each.number for each in group), name, repr(theirs))
-                if key in done:
-                    continue
-                done.add(key)
-                words = (
-                    f"uses {named(name)}={value_of(theirs)} where A uses {value_of(mine)}{times_words(mine, theirs)}"
-                )
-                yield Change(0, "argument", words, step, with_arguments(group, {name: theirs}))
+                if key not in done:
+                    done.add(key)
+                    words = f"uses {argument_words(name, mine, theirs)}"
+                    yield Change(0, "argument", words, group[0], with_arguments(group, {name: theirs}))
 
 
 def together(accused: Accused) -> Iterator[Change]:
     """All of B's numbers, flags and lists at once, where several differ."""
     for group in accused.groups():
-        step = group[0]
         for other in accused.steps_b:
-            if other.operator != step.operator:
-                continue
-            pairs = {
-                name: (argument_of(step, name), argument_of(other, name))
-                for name in dict.fromkeys((*step.arguments, *other.arguments))
-            }
-            differ = {
-                name: theirs
-                for name, (mine, theirs) in pairs.items()
-                if is_plain(mine) and is_plain(theirs) and repr(mine) != repr(theirs)
-            }
+            differ = differing(group[0], other)
             if len(differ) > 1:
-                each = (
-                    f"{named(name)}={value_of(new)} where A uses {value_of(pairs[name][0])}"
-                    for name, new in differ.items()
-                )
-                yield Change(1, "argument", f"uses {' and '.join(each)}", step, with_arguments(group, differ))
+                words = " and ".join(argument_words(name, *pair) for name, pair in differ.items())
+                values = {name: theirs for name, (_, theirs) in differ.items()}
+                yield Change(1, "argument", f"uses {words}", group[0], with_arguments(group, values))
 
 
 def variants(accused: Accused) -> Iterator[Change]:
@@ -85,7 +48,7 @@ def variants(accused: Accused) -> Iterator[Change]:
         for argument in () if schema is None else schema.arguments:
             mine = argument_of(step, argument.name)
             for theirs in others_of(mine):
-                words = f"uses {named(argument.name)}={value_of(theirs)} where A uses {value_of(mine)}"
+                words = f"uses {argument_words(argument.name, mine, theirs)}"
                 yield Change(3, "argument", words, step, with_arguments([step], {argument.name: theirs}))
 
 
@@ -99,7 +62,7 @@ def numbers(accused: Accused) -> Iterator[Change]:
             if kind in ("number", "float", "Tensor") and isinstance(given, float):
                 value = _fitted(accused, partial(with_number, group, argument.name), given)
                 if value is not None:
-                    words = f"uses {named(argument.name)}={value:.5g} where A uses {given:.5g}"
+                    words = f"uses {argument_words(argument.name, given, float(f'{value:.5g}'))}"
                     yield Change(3, "argument", words, step, with_number(group, argument.name, value))
         if not moves(step) and step.overload is not None and accused.target.numel() > _FEW:
             value = _fitted(accused, partial(scaled, group), 1.0)

@@ -28,13 +28,11 @@ from opintercept.runs.why.changes.edits import (
 )
 from opintercept.runs.why.changes.wording import (
     LONGEST,
-    argument_of,
-    is_plain,
+    argument_words,
+    differing,
     left_out_words,
     name_of,
-    named,
     operand_words,
-    value_of,
 )
 from opintercept.runs.why.counterparts import ACTIVATIONS
 
@@ -67,10 +65,11 @@ def calls(accused: Accused) -> Iterator[Change]:
             values = {name: in_double(judge.b.program.value(dict(other.inputs)[name])) for name in more}
             words = [f"has a {operand_words(step, name, step.inputs[0][1])} where A has none" for name in more]
             words += [f"has no {operand_words(step, name, step.inputs[0][1])}" for name in less]
-            for name in dict.fromkeys((*step.arguments, *other.arguments)):
-                one, two = (argument_of(each, name) for each in (step, other))
-                if is_plain(one) and is_plain(two) and repr(one) != repr(two) and name not in (*more, *less):
-                    words.append(f"uses {named(name)}={value_of(two)} where A uses {value_of(one)}")
+            words += [
+                f"uses {argument_words(name, *pair)}"
+                for name, pair in differing(step, other).items()
+                if name not in (*more, *less)
+            ]
             yield Change(1, "operand", " and ".join(words), step, {step.number: called(other, values)})
 
 

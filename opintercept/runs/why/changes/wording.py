@@ -66,11 +66,18 @@ def argument_of(step: Step, name: str) -> Any:
     return value
 
 
-def is_plain(value: Any) -> bool:
+def differing(step: Step, other: Step) -> dict[str, tuple[Any, Any]]:
+    """The arguments that two calls of one operator have otherwise, of A and of B."""
+    names = dict.fromkeys((*step.arguments, *other.arguments)) if step.operator == other.operator else ()
+    pairs = {name: (argument_of(step, name), argument_of(other, name)) for name in names}
+    return {name: pair for name, pair in pairs.items() if all(map(_is_plain, pair)) and repr(pair[0]) != repr(pair[1])}
+
+
+def _is_plain(value: Any) -> bool:
     if isinstance(value, Leaf):
         return False
     if isinstance(value, (list, tuple)):
-        return all(map(is_plain, value))
+        return all(map(_is_plain, value))
     return value is None or isinstance(value, (bool, int, float, str))
 
 
@@ -85,21 +92,20 @@ def others_of(value: Any) -> list[Any]:
     return []
 
 
-def value_of(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+def argument_words(name: str, mine: Any, theirs: Any) -> str:
+    """Which argument is another one, after "uses"."""
+    one, other = (f"{each:.6g}" if isinstance(each, float) else str(each) for each in (mine, theirs))
+    called = "the number" if name in ("other", "self", "exponent", "value") else name
+    return f"{called}={other} where A uses {one}{_times_words(mine, theirs)}"
 
 
-def times_words(mine: Any, theirs: Any) -> str:
+def _times_words(mine: Any, theirs: Any) -> str:
     """How many times as large a number is, if that is a shorter one."""
     if not (isinstance(mine, float) and isinstance(theirs, float) and mine and theirs):
         return ""
     short = f"{theirs / mine:.3g}"
     plain = len(f"{theirs:.6g}") <= len(short) + 3 or abs(float(short) * mine / theirs - 1) > 1e-6
     return "" if plain else f", {short} times that"
-
-
-def named(name: str) -> str:
-    return "the number" if name in ("other", "self", "exponent", "value") else name
 
 
 def operand_words(step: Step, name: str, region: Region) -> str:
