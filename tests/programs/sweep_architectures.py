@@ -148,6 +148,7 @@ def quantised(levels: int, size: int) -> Callable[[Any], Any]:
     return rounded
 
 
+_BATCHES = frozenset(("row by row", "batched", "one row", "of a batch"))  # of other sizes than the other program's
 VARIANTS: dict[str, tuple[Callable[[Any], Any], Forward, Forward]] = {
     "bfloat16": (lambda model: copy.deepcopy(model).bfloat16(), forward, forward),
     "float16": (lambda model: copy.deepcopy(model).half(), forward, forward),
@@ -171,13 +172,17 @@ class Unable(Exception):
 def record(folder: Path, model: Any, run: Forward, inputs: Inputs) -> runs.Run:
     if not (folder / "a").exists():
         random.seed(0)
-        torch.manual_seed(0)
+        torch.set_rng_state(_seeded().get_state())
         try:
             with torch.no_grad(), intercept(runs.RunRecorder(folder / "a", tensors="full"), ops="all"):
                 run(model, inputs)
         except Exception as error:
             raise Unable(repr(error)[:100]) from error
     return runs.open_run(folder / "a")
+
+
+def _seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
 
 
 def compared(kind: str, variants: list[str], folder: Path) -> Iterator[tuple[str, str, str]]:
@@ -207,6 +212,8 @@ def compared(kind: str, variants: list[str], folder: Path) -> Iterator[tuple[str
             except Exception as error:
                 raise Unable(repr(error)[:100]) from error
             b = record(folder / variant, changed, other, inputs)
+            if variant in _BATCHES and not torch.equal(torch.get_rng_state(), _seeded().get_state()):
+                raise Unable("it draws random numbers, which are others for each batch")
         except Unable as error:
             yield variant, "skipped", str(error)
             continue

@@ -21,13 +21,7 @@ from opintercept.runs.why.changes import other_arguments, other_operands, other_
 from opintercept.runs.why.changes.accused import ODD, Accused, is_whole, off_record
 from opintercept.runs.why.changes.edits import Change
 from opintercept.runs.why.changes.narrowing import narrowed
-from opintercept.runs.why.changes.wording import (
-    apart,
-    name_of,
-    operand_words,
-    place_of,
-    rows_differ,
-)
+from opintercept.runs.why.changes.wording import apart, name_of, operand_words, place_of, rows_differ
 from opintercept.runs.why.flow import LEAF, is_real
 from opintercept.runs.why.joints import DTYPES, Joint
 from opintercept.runs.why.noise import LIMIT, Spread
@@ -75,7 +69,8 @@ def explained(whole: Accused) -> Explained:
     if whole.judge.partial:  # B's other operators were not recorded
         only = [Counter(), Counter()]
     exact = bool(good)
-    good = good or [each for each in (_turned(accused), _diagnosis(accused)) if each is not None]
+    drawn = next(other_operands.draws(accused), None) if whole.is_blind else None
+    good = good or [each for each in (drawn, _turned(accused), _diagnosis(accused)) if each is not None]
     end, other = whole.end, whole.found.step
     same = other is not None and other.operator == end.operator and whole.found.by == "operands"
     same = names[0].keys() == names[1].keys() or (same and end.number in whole.sweep.blind)
@@ -275,6 +270,7 @@ def _plain(accused: Accused) -> Iterator[Change]:
     yield from other_operands.weights(accused)
     yield from other_arguments.arguments(accused)
     yield from other_arguments.together(accused)
+    yield from other_operands.draws(accused)
     yield from other_operands.tensors(accused)
     yield from other_operands.tables(accused)
     yield from other_operands.reads(accused)

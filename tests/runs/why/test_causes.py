@@ -61,12 +61,22 @@ def attended(function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Program:
     return lambda: function(X @ W, X @ V, X @ (W + V)) @ OUT
 
 
+def dropped(seed: int) -> Program:
+    def drop(x: Tensor) -> Tensor:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            return F.dropout(x, 0.5)
+
+    return between(drop)
+
+
 CHANGES = {
     "eps": (
         between(lambda x: F.layer_norm(x, (8,), SCALE, BIAS, 1e-5)),
         between(lambda x: F.layer_norm(x, (8,), SCALE, BIAS, 1e-1)),
         ("argument", "uses eps=0.1 where A uses 1e-05"),
     ),
+    "another seed": (dropped(1), dropped(2), ("operand", "draws other random numbers, by bernoulli")),
     "a flag with which statistics have another size": (
         image(lambda x: F.batch_norm(x, BIAS[:4].clone(), SCALE[:4].square() + 1, training=False)),
         image(lambda x: F.batch_norm(x, BIAS[:4].clone(), SCALE[:4].square() + 1, training=True)),

@@ -14,14 +14,7 @@ from opintercept.runs.program.evaluate import Edit, moves
 from opintercept.runs.program.program import Region, Step, in_double
 from opintercept.runs.why.answer import CauseKind, Place
 from opintercept.runs.why.changes.accused import Accused
-from opintercept.runs.why.changes.edits import (
-    Change,
-    Edits,
-    constant,
-    replaced,
-    swapped,
-    with_operand,
-)
+from opintercept.runs.why.changes.edits import Change, Edits, constant, replaced, swapped, with_operand
 from opintercept.runs.why.changes.wording import (
     LONGEST,
     apart,
@@ -155,6 +148,19 @@ def tables(accused: Accused) -> Iterator[Change]:
     if first is not None:
         words = f"has other constants or positions, of {' and '.join(names)}"
         yield Change(2, "operand", words, first, edits)
+
+
+def draws(accused: Accused) -> Iterator[Change]:
+    """B's random numbers, as of another seed; all at once."""
+    judge = accused.judge
+    mine, theirs = ([step for step in steps if step.is_random] for steps in (accused.steps, accused.steps_b))
+    edits: dict[int, Edit] = {}
+    for one, other in zip(mine, theirs, strict=False):
+        made, region = judge.joints.made_by(other), one.outputs[0]
+        if made is not None and region is not None and math.prod(made.region.shape) == math.prod(region.shape):
+            edits[one.number] = constant(judge.joints.values(made))
+    if mine and theirs:
+        yield Change(0, "operand", f"draws other random numbers, by {name_of(mine[0])}", mine[0], edits)
 
 
 def reads(accused: Accused) -> Iterator[Change]:
