@@ -90,7 +90,7 @@ def test_what_is_recorded_of_both_is_compared(
         assert main(["why", *runs_of]) == 0
         printed = capsys.readouterr().out
         assert printed.startswith("Nothing differs, up to and with the ")
-        assert ". What follows it was not recorded.\n" in printed
+        assert ". What follows it was not compared.\n" in printed
         assert re.search(r"B has the results of (\d) of \1 products of A", printed)
         assert f"only products were recorded of {lacking}; `opintercept run --why` records all operators" in printed
 

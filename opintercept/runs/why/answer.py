@@ -222,7 +222,7 @@ class Answer(Plain, Table):
     def sentence(self) -> str:
         """The answer in one sentence."""
         cause, upto = self.first, f", up to and with {self.upto}" if self.upto else ""
-        after = " What follows it was not recorded." if self.operators == "products" and upto else ""
+        after = " What follows it was not compared." if self.operators == "products" and upto else ""
         if cause is not None:
             share = _percent(cause.share)
             of = f": {share} of the difference of the loss" if share else ""

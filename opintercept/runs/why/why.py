@@ -46,7 +46,8 @@ def why(a: Run, b: Run) -> Answer:
     except ImportError as missing:
         raise needs("comparing programs", "torch, numpy and safetensors", "'opintercept[cli]'") from missing
     whole = {name: _has_operators(run) for name, run in (("A", a), ("B", b))}
-    replayed = whole["A"] and (whole["B"] or not has_codes(b))  # whose scales are not known
+    # A replay would round again what A has in whole numbers; B's scales are not known unless all was recorded.
+    replayed = whole["A"] and (whole["B"] if has_codes(b) else not has_codes(a))
     answer = judged(_busiest(a), _busiest(b)) if replayed else judged_products(a, b)
     if answer.verdict == "not compared" and not all(whole.values()):
         with suppress(OpInterceptError):  # which joins parts of weights, too
@@ -61,6 +62,8 @@ def why(a: Run, b: Run) -> Answer:
         for name, run in (("A", a), ("B", b))
         if replayed and len(run.ranks) > 1
     ]
+    if all(whole.values()) and not replayed:
+        alone.append("only products were compared, since A multiplies whole numbers, which a replay would round anew")
     lacking = [name for name in whole if not whole[name]]
     if lacking:
         rest = "" if replayed else "".join(f", so others of {name} were not compared" for name in whole if whole[name])

@@ -43,7 +43,7 @@ def check_clean(answer: Answer, *verdicts: str) -> None:
     """Every product is joined and compared, and nobody is accused."""
     assert not named(answer)
     assert answer.verdict in (verdicts or ("equal", "rounding"))
-    assert answer.sentence.endswith(". What follows it was not recorded.")
+    assert answer.sentence.endswith(". What follows it was not compared.")
     assert answer.upto.startswith("the last product")
     assert answer.joined == answer.calls
     assert not any("not compared: " in note for note in answer.notes)

@@ -32,10 +32,10 @@ class Model(nn.Module):
         return made
 
 
-def told(folder: Path, one: Callable[[], Any], other: Callable[[], Any]) -> Answer:
+def told(folder: Path, one: Callable[[], Any], other: Callable[[], Any], ops: str = "matmul") -> Answer:
     """The answer about a run of all operators and one of products."""
-    for name, ops, program in (("a", "all", one), ("b", "matmul", other)):
-        with torch.no_grad(), intercept(runs.RunRecorder(folder / name, tensors="full"), ops=ops):
+    for name, which, program in (("a", "all", one), ("b", ops, other)):
+        with torch.no_grad(), intercept(runs.RunRecorder(folder / name, tensors="full"), ops=which):
             program()
     return runs.why(runs.open_run(folder / "a"), runs.open_run(folder / "b"))
 
@@ -74,7 +74,7 @@ def test_what_b_adds_behind_its_products_accuses_nobody(model: Model, tmp_path: 
     assert (found.verdict, found.causes, found.operators) == ("rounding", (), "products")
     assert (found.joined, found.calls) == (3, 3)
     assert re.search(
-        r"up to and with the last product, head \(.*\). What follows it was not recorded.$", found.sentence
+        r"up to and with the last product, head \(.*\). What follows it was not compared.$", found.sentence
     )
     assert "the bias of the last product" in "".join(found.notes)
 
@@ -129,18 +129,26 @@ def test_an_operator_that_reproduces_the_operand_is_named(model: Model, tmp_path
     assert (cause.kind, cause.what) == ("operator", "computes silu where A computes relu")
 
 
-def test_weights_of_whole_numbers_are_compared_as_products(model: Model, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ops", ["all", "matmul"])
+@pytest.mark.parametrize("first", ["plain", "coded"])
+def test_weights_of_whole_numbers_are_compared_as_products(first: str, ops: str, model: Model, tmp_path: Path) -> None:
     def codes(layer: nn.Linear, x: Tensor) -> Tensor:
         scale = layer.weight.abs().amax(1) / 127
         return x @ (layer.weight / scale[:, None]).round().mT * scale + layer.bias
 
-    found = told(
-        tmp_path,
-        lambda: model.head(model.second(model.first(X).relu())),
-        lambda: codes(model.head, codes(model.second, codes(model.first, X).relu())),
-    )
+    def coded() -> Tensor:
+        return codes(model.head, codes(model.second, codes(model.first, X).relu()))
+
+    def plain() -> Tensor:
+        return model.head(model.second(model.first(X).relu()))  # type: ignore[no-any-return]
+
+    found = told(tmp_path, *((plain, coded) if first == "plain" else (coded, plain)), ops=ops)
     assert (found.verdict, found.causes) == ("coarser", ())
-    assert "only products were recorded of B, so others of A were not compared" in "".join(found.notes)
+    only = {
+        ("coded", "all"): "only products were compared, since A multiplies whole numbers",
+        ("plain", "all"): "",
+    }.get((first, ops), "only products were recorded of B, so others of A were not compared")
+    assert only in "".join(found.notes)
 
 
 def test_passes_of_other_batches_are_compared_forward(tmp_path: Path) -> None:

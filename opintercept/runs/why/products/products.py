@@ -30,6 +30,7 @@ _GROWTH = 2.0  # and how many times they may enlarge the usual error: by 1.5 in 
 _WORST_GROWTH = 3.0  # and that of the worst row: by 2.7 there
 _CLEAR = 10.0  # how far beyond rounding a difference is of which one sees that it is gone
 _GONE = 2  # inputs that agree where a difference is gone
+_SOME = 64  # rows that tell whether a weight is whole numbers
 _THROUGHOUT = 0.2  # of the products, and not only one, have what is no cause of its own
 _ROUNDED = tuple(f"rounds results {how} than A, which its dtype does not say" for how in ("less", "more"))
 _SHOWN = 4  # rows, places and reasons that are named
@@ -72,9 +73,9 @@ def judged_products(a: Run, b: Run) -> Answer:
 
 
 def has_codes(run: Run) -> bool:
-    """Whether most weights of a run are whole numbers, which the program scales where that is not recorded."""
+    """Whether most weights of a run are whole numbers, which the program scales behind the products."""
     side = Side.of(run)
-    coded = [is_coded(side.rows(number)) for number, weight in enumerate(side.weights) if weight.sure]
+    coded = [is_coded(side.rows(number)[:_SOME]) for number, weight in enumerate(side.weights) if weight.sure]
     return 2 * sum(coded) > len(coded)
 
 
