@@ -193,7 +193,7 @@ class Judge(Both):
                 if region is None or region.name is None:
                     continue
                 sweep.made[number] = Spread(self.a.program.value(region).double(), (), rounding.unit(self.dtype))
-            if self._mixes(sweep, number):
+            if self._mixes(sweep, number) or self._is_of_another(sweep, number):
                 self.counterparts.ends.pop(number, None)
             end = self.counterparts.end(sweep, number)
             if end is None:
@@ -219,6 +219,16 @@ class Judge(Both):
                 return True
         return False
 
+    def _is_of_another(self, sweep: Sweep, number: int) -> bool:
+        """Whether B's result is another one of A's, of which B has not as many."""
+        end = self.counterparts.ends.get(number)
+        joints = (sweep.joined[each] for each in self.a.ends if each != number and each in sweep.joined)
+        return (
+            end is not None
+            and len(self.a.ends) > len(self.b.ends)
+            and any(joint.makers & {*end.makers} for joint in joints)
+        )
+
     def _is_multiple(self, number: int) -> bool:
         """Whether B's result is A's times a plain fraction, as that of a part of a batch."""
         made, end = self.last.made[number], self.counterparts.end(self.last, number)
@@ -233,13 +243,14 @@ class Judge(Both):
 
     def _goes_on(self, sweep: Sweep, number: int, known: set[int]) -> bool:
         """Whether B computes something else of a result of A, and has that as its result."""
-        end = self.counterparts.ends.get(number)
-        makers = set() if end is None else {*end.makers}
+        end, joint = self.counterparts.ends.get(number), sweep.joined[number]
         return (
-            number not in self.forced
-            and bool(makers)
-            and not makers & known
-            and (not sweep.joined[number].makers & {*self.b.ends})
+            end is not None
+            and number not in self.forced
+            and bool(end.makers)
+            and not {*end.makers} & known
+            and not joint.makers & {*self.b.ends}
+            and math.prod(end.region.shape) == math.prod(joint.tensor.region.shape)  # and no part, of other samples
         )
 
     def _bad(self, sweep: Sweep, ends: set[int]) -> set[int]:

@@ -195,6 +195,26 @@ def test_a_few_samples_of_a_batch_are_judged_without_the_others(
     assert [cause.what for cause in found.causes] == ["uses negative_slope=0.2 where A uses 0.1"]
 
 
+def test_a_part_that_a_batch_copies_is_not_taken_for_the_whole_of_a_sample(tmp_path: Path) -> None:
+    one, two, x = nn.Linear(16, 16), nn.Linear(16, 16), torch.randn(2, 2, 6, 16)
+
+    def program(x: Tensor) -> Program:
+        return lambda: two(one(x).tanh())[:, 0].contiguous()  # copies nothing of a single sample
+
+    assert why(tmp_path, program(x[:1]), program(x)).causes == ()
+
+
+def test_a_result_is_not_compared_with_that_of_another_step(tmp_path: Path) -> None:
+    one, two, x = nn.Linear(16, 16), nn.Linear(16, 16), torch.randn(5, 16)
+
+    def pooled(*parts: slice) -> Program:
+        return lambda: [two(one(x[part]).tanh()[:1]).tanh() for part in parts]
+
+    found = why(tmp_path, pooled(slice(0, 4), slice(4, 5)), pooled(slice(0, 5)))
+    assert found.causes == ()
+    assert any("results of A without a counterpart" in note for note in found.notes)
+
+
 def test_a_mean_of_a_batch_is_not_compared_with_that_of_a_sample(tmp_path: Path) -> None:
     one, two, x = layers()
 

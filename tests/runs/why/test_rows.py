@@ -40,3 +40,9 @@ def test_a_row_of_one_number_is_on_the_grid_of_the_others() -> None:
     assert (bits, wrong.any().item()) == ("a grid of int8 or int4", False)
     others[5] *= 1.5
     assert quantised(rows.double(), others)[1].nonzero().tolist() == [[5]]
+
+
+def test_rows_of_one_element_are_quantised_by_none() -> None:
+    rows = torch.randn(16, 1).double()
+    bits, _ = quantised(rows, rows * 1.1)
+    assert bits == ""

@@ -53,7 +53,7 @@ class Accused:
         self.spread = sweep.made[found.number]
         self.tensor, self.target = found.joint.tensor, found.joint.values
         self.rows = self.spread.rows(found.joint.tensor.unit) * _larger(self.target, self.spread.base)
-        if judge.joints.share is not None:  # what B does not compute is A's own
+        if judge.joints.share is not None or found.by == "weight":  # what B does not compute is A's own
             self.rows = self.rows.masked_fill((self.target == self.spread.base).all(-1, keepdim=True), math.inf)
         self.steps_b = self._steps_b()
         self.eight_bits = self._eight_bits()

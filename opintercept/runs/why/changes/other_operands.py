@@ -25,7 +25,7 @@ from opintercept.runs.why.changes.wording import (
     place_of,
     weight_words,
 )
-from opintercept.runs.why.counterparts import weight_place
+from opintercept.runs.why.counterparts import nearest, weight_place
 from opintercept.runs.why.flow import LEAF
 
 
@@ -59,14 +59,17 @@ def tensors(accused: Accused) -> Iterator[Change]:
             if place not in step.reads or (inside and own.is_floating_point()):
                 continue
             what = operand_words(step, name, region)
-            for other, theirs, there, is_made in _operands_b(accused, own.numel()):
+            is_leaf = judge.a.writers[step.number][place] == {LEAF}
+            is_product = step.number in judge.counterparts.by_weight and place == weight_place(step)
+            for other, theirs, there, is_made, leaf_b in _operands_b(accused, own.numel()):
                 whole = not own.is_floating_point()
                 masks = "mask" in theirs or "bias" in theirs
                 alike = whole or (theirs == name and (other.operator == step.operator or masks))
-                alike = alike or (region.weight and there.weight and region.shape == there.shape)
-                if not alike:
+                leaves = is_leaf and leaf_b and region.weight == there.weight and not is_product
+                if not alike and not leaves:
                     continue
-                value = in_double(judge.b.program.value(there)).reshape(own.shape)
+                value = in_double(judge.b.program.value(there))
+                value = value.reshape(own.shape) if alike else nearest(value, own)
                 if value.is_floating_point() == whole or torch.equal(value, own) or _is_in(value, seen):
                     continue
                 seen.append(value)
@@ -75,8 +78,7 @@ def tensors(accused: Accused) -> Iterator[Change]:
                 parameter = same and region.weight and place not in step.written
                 if is_made and not (moved or parameter or whole):
                     continue
-                leaf = judge.a.writers[step.number][place] == {LEAF} and "mask" not in name
-                kind: CauseKind = "operand" if moved or not leaf else "input"
+                kind: CauseKind = "operand" if moved or not is_leaf or "mask" in name else "input"
                 kind = "weight" if region.weight or (kind == "input" and what in ("weight", "bias")) else kind
                 words = f"has another {what}: {apart(own, value)}"
                 of = step
@@ -105,14 +107,15 @@ def _reordered(accused: Accused, step: Step, place: int) -> Step | None:
     return None
 
 
-def _operands_b(accused: Accused, size: int) -> Iterator[tuple[Step, str, Region, bool]]:
-    """The operands of B's calls with so many numbers, and whether others of these calls make them."""
+def _operands_b(accused: Accused, size: int) -> Iterator[tuple[Step, str, Region, bool, bool]]:
+    """The operands of B's calls with so many numbers; whether others of these calls make them, or no call does."""
     part = {step.number for step in accused.steps_b if not moves(step)}
     made = {region.name for step in accused.steps_b for region in step.outputs if region is not None}
     for other in accused.steps_b:
         for (name, region), writers in zip(other.inputs, accused.judge.b.writers[other.number], strict=True):
             if region.name is not None and math.prod(region.shape) == size:
-                yield other, name, region, region.name in made or (bool(writers) and writers <= part)
+                is_made = region.name in made or (bool(writers) and writers <= part)
+                yield other, name, region, is_made, writers == {LEAF}
 
 
 def tables(accused: Accused) -> Iterator[Change]:

@@ -205,7 +205,8 @@ def _gaps(rows: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     order = rows.reshape(len(rows), -1, size).sort(-1)
     steps = order.values.diff(dim=-1)
     share = ((steps != 0).sum(-1) + 1).double().amax(1, keepdim=True) / size
-    below, above = torch.cat((steps[..., :1] * 0, steps), -1), torch.cat((steps, steps[..., :1] * 0), -1)
+    nothing = torch.zeros_like(order.values[..., :1])  # a row of one number has no steps
+    below, above = torch.cat((nothing, steps), -1), torch.cat((steps, nothing), -1)
     below, above = _filled(below), _filled(above.flip(-1)).flip(-1)
     gaps = below.maximum(above) * (2.0 - ((below > 0) & (above > 0)).double())  # a level that no element has
     return torch.zeros_like(gaps).scatter(-1, order.indices, gaps).reshape(rows.shape), share
