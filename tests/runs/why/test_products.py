@@ -397,6 +397,12 @@ def test_packed_tokens_are_joined_with_padded_ones(tmp_path: Path) -> None:
     check_clean(told(tmp_path, lambda: layers(padded), lambda: layers(torch.cat([second, first]))))
 
 
+def test_of_tokens_that_resemble_each_other_the_nearest_are_joined(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x, w = torch.randn(1, 16) + torch.randn(2, 16) / 10, torch.randn(2, 16)
+    check_clean(told(tmp_path, lambda: x @ w.mT, lambda: [x[:1] @ w[:1].mT, x[1:] @ w[1:].mT]))
+
+
 def test_steps_of_decoding_are_joined_in_their_order(tmp_path: Path) -> None:
     model = llama()
     twin = fused(model)

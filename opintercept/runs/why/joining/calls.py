@@ -24,6 +24,8 @@ from opintercept.runs.why.joining.tokens import MOST, alike, distances, same_tok
 from opintercept.runs.why.joining.weights import Joining, Match, Side, SideName, Term
 
 _MOSTLY = 0.9  # of the rows of a product are alike in both runs if they are of the same tokens
+_EQUAL = 1e-4  # of the squared distance of unrelated rows: there is no need to look for nearer ones
+_NEARER = 0.1  # of the squared distance of the usual rows, for others to be those of the same tokens
 _COMPARED = 8  # products of which the rows are compared to find the tokens
 
 
@@ -120,13 +122,19 @@ def _add_pieces(
 def _own_tokens(
     joining: Joining, usual: tuple[Array, Array], in_a: list[int], in_b: list[int], number: int
 ) -> tuple[Array, Array]:
-    """The rows of the same tokens in one product: the usual ones, or others if more of these are alike."""
+    """The rows of the same tokens in one product: the usual ones, or others if more of these are alike, or far more."""
     x, y = _inputs(joining, in_a, in_b, number)
-    count = alike(x[usual[0]], y[usual[1]])
-    if count >= _MOSTLY * min(len(x), len(y)):
+    count, far = (each(x[usual[0]], y[usual[1]]) for each in (alike, _far))
+    if count >= _MOSTLY * min(len(x), len(y)) and far < _EQUAL:
         return usual
     own = same_tokens([distances(x, y)])
-    return own if alike(x[own[0]], y[own[1]]) > count else usual
+    more, less = (each(x[own[0]], y[own[1]]) for each in (alike, _far))
+    return own if more > count or (more == count and less < _NEARER * far) else usual
+
+
+def _far(x: torch.Tensor, y: torch.Tensor) -> float:
+    """The squared distance of rows, relative to that of unrelated ones."""
+    return float((x - y).square().sum() / (x.square().sum() + y.square().sum()).clamp_min(1e-300))
 
 
 def _inputs(joining: Joining, in_a: list[int], in_b: list[int], number: int) -> list[torch.Tensor]:
