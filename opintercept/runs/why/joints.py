@@ -9,11 +9,12 @@ import functools
 import itertools
 import math
 import operator
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from opintercept._values import rounding
@@ -26,6 +27,7 @@ from opintercept.runs.why.noise import LIMIT, Spread, apart, unmasked
 
 _WIDE = 8  # numbers of a row by which it is found alone
 _MOST = 1 << 26  # numbers in the rows of one width that are looked through
+_PIECE = 1 << 20  # numbers that are compared at once
 _NEAR = 64  # rows with a projection like that of a row of A that are compared with it
 _CACHED = 1 << 22  # numbers of B's tensors that are kept in memory
 
@@ -276,28 +278,35 @@ class _Rows:
     def find(self, joints: Joints, x: torch.Tensor, noise: torch.Tensor, shape: torch.Size) -> Joint | None:
         width = x.shape[1]
         projections, far = x @ self._direction, 1.5 * LIMIT * noise * math.sqrt(width)
-        low = torch.searchsorted(self._projections, projections - far).tolist()
-        high = torch.searchsorted(self._projections, projections + far).tolist()
-        found, used = torch.empty_like(x), dict[int, Tensor]()
-        spans = [range(start, min(end, start + _NEAR)) for start, end in zip(low, high, strict=True)]
-        owners = [self._which[each.start : each.stop].tolist() for each in spans]
-        counts = Counter(itertools.chain.from_iterable(owners))
-        for row, (span, of) in enumerate(zip(spans, owners, strict=True)):
-            best, nearest = math.inf, None
+        low = torch.searchsorted(self._projections, projections - far)
+        counts = (torch.searchsorted(self._projections, projections + far) - low).clamp_max(_NEAR)
+        if not bool(counts.all()):
+            return None
+        often = self._which[_spans(low, counts)[1]].bincount(minlength=len(self._tensors))
+        found, used = list[torch.Tensor](), dict[int, None]()
+        step = max(1, _PIECE // (_NEAR * width))
+        for own, moved, start, count in zip(*(each.split(step) for each in (x, noise, low, counts)), strict=True):
+            row, at = _spans(start, count)
+            which, values = self._which[at], x.new_empty((len(at), width))
+            for number in which.unique().tolist():
+                here = which == number
+                values[here] = joints.values(self._tensors[number]).reshape(-1, width)[self._row[at[here]]]
+            distance = (values - own[row]).square().mean(1).sqrt() / moved[row]
             # Of equal rows, that of the tensor with the most: others may have a row by chance.
-            for _, at in sorted(zip((-counts[each] for each in of), span, strict=True)):
-                candidate = self._tensors[int(self._which[at])]
-                values = joints.values(candidate).reshape(-1, width)[int(self._row[at])]
-                distance = float((values - x[row]).square().mean().sqrt() / noise[row])
-                if distance < best:
-                    best, found[row], nearest = distance, values, candidate
-                if best == 0:
-                    break
-            if best > LIMIT or nearest is None:
+            order = np.lexsort((-often[which].numpy(), distance.numpy(), row.numpy()))
+            best = torch.from_numpy(order)[count.cumsum(0) - count]
+            if not bool((distance[best] <= LIMIT).all()):
                 return None
-            used.setdefault(id(nearest), nearest)
-        first, *others = used.values()
-        return Joint(first, found.reshape(shape), False, tuple(others))
+            found.append(values[best])
+            used |= dict.fromkeys(which[best].tolist())
+        first, *others = (self._tensors[number] for number in used)
+        return Joint(first, torch.cat(found).reshape(shape), False, tuple(others))
+
+
+def _spans(starts: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The number of each span, for each of its places, and these places."""
+    numbers = torch.repeat_interleave(counts)
+    return numbers, torch.arange(len(numbers)) + (starts - counts.cumsum(0) + counts)[numbers]
 
 
 def is_trivial(values: torch.Tensor) -> bool:
