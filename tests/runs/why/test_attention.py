@@ -83,6 +83,19 @@ def grouped(rows: str) -> Attend:
     return attend
 
 
+def flat(scale: float = 8**-0.5) -> Attend:
+    """All sequences of the batch one after the other, of which none sees another."""
+
+    def attend(*operands: Tensor) -> Tensor:
+        q, k, v = (each.transpose(0, 1).flatten(1, 2) for each in operands)
+        mask = torch.full((2, TOKENS, 2, TOKENS), -math.inf)
+        mask[0, :, 0] = mask[1, :, 1] = torch.full((TOKENS, TOKENS), -math.inf).triu(1)
+        scores = q @ k.mT * scale + mask.flatten(2).flatten(0, 1)
+        return (scores.softmax(-1) @ v).unflatten(1, (2, -1)).transpose(0, 1)
+
+    return attend
+
+
 def told(folder: Path, one: Callable[[], Any], other: Callable[[], Any]) -> list[Cause]:
     for name, program in (("a", one), ("b", other)):
         with torch.no_grad(), intercept(runs.RunRecorder(folder / name, "full")):
@@ -102,6 +115,7 @@ OTHER_FORMS = {
     "added to the mask": Program(added()),
     "grouped by head": Program(grouped("bgrqe")),
     "grouped by token": Program(grouped("bqgre")),
+    "flat": Program(flat()),
 }
 
 
@@ -144,6 +158,7 @@ def test_positions_added_to_scores_of_int8_are_compared(slope: float, tmp_path: 
         (fused(scale=0.351), "uses scale=0.351 where A uses 0.353553"),
         (eager(scale=0.351), "uses scale=0.351 where A uses 0.353553"),
         (added(0.351), "uses scale=0.351 where A uses 0.353553"),
+        (flat(0.351), "uses scale=0.351 where A uses 0.353553"),
         (fused(is_causal=False), "uses is_causal=False where A uses True"),
         (fused(is_causal=False, attn_mask=WINDOW), "uses another mask"),
         (eager(hidden=torch.zeros(TOKENS, TOKENS)), "uses another mask"),
@@ -153,7 +168,16 @@ def test_positions_added_to_scores_of_int8_are_compared(slope: float, tmp_path: 
         (lambda q, k, v: BEFORE(q, k[:, [0, 2, 1, 3]], v[:, [0, 2, 1, 3]]), "has heads in another order"),
     ],
     ids=[
-        *("scale", "scale outside", "scale beside the mask", "causal", "window", "mask outside", "bias outside"),
+        *(
+            "scale",
+            "scale outside",
+            "scale beside the mask",
+            "scale of flat tokens",
+            "causal",
+            "window",
+            "mask outside",
+            "bias outside",
+        ),
         *("dropout", "heads", "heads, scaled before"),
     ],
 )

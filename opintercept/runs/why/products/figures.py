@@ -154,8 +154,8 @@ class Comparing:
             calls = [side.calls[each] for _, side, each in sides]
             scores = [side.attentions[each] for _, side, each in sides]
             first = [None if of is None else side.calls[of] for (_, side, _), of in zip(sides, scores, strict=True)]
-            shapes = [_queries_of(own or call) for own, call in zip(first, calls, strict=True)]
-            sharing = [_sharing(*shapes), _sharing(*shapes[::-1])]
+            sizes = [_sizes_of(own or call, call) for own, call in zip(first, calls, strict=True)]
+            sharing = [_sharing(*sizes), _sharing(*sizes[::-1])]
             count = min(_heads_of(call) * times for call, times in zip(calls, sharing, strict=True))
             eps = max(eps_of(dtype_of(call, "lhs")) for call in calls)
             one = Heads.of(self._a.run, first[0], calls[0], count, sharing[0])
@@ -415,16 +415,17 @@ def _transposed(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return next((each for each in orders if row_error(x, y[each]) <= _TURNED), own)
 
 
-def _queries_of(call: StoredCall) -> tuple[int, int]:
-    """How many heads of all batches an attention has, and queries of each."""
-    shape = (1, 1) if call.record.lhs is None else call.record.lhs.shape
-    return math.prod(shape[:-2]), shape[-2]
+def _sizes_of(first: StoredCall, last: StoredCall) -> tuple[int, int, int]:
+    """How many heads of all batches an attention has, and queries and keys of each."""
+    shape = (1, 1) if first.record.lhs is None else first.record.lhs.shape
+    keys = (1, 1) if last.record.rhs is None else last.record.rhs.shape
+    return math.prod(shape[:-2]), shape[-2], keys[-2] if last.record.gemm is None else last.record.gemm.k
 
 
-def _sharing(own: tuple[int, int], other: tuple[int, int]) -> int:
+def _sharing(own: tuple[int, int, int], other: tuple[int, int, int]) -> int:
     """How many of another program's heads are one, with all of their queries, as heads that share their keys may be."""
     times = other[0] // max(own[0], 1)
-    return times if times > 1 and own == (other[0] / times, other[1] * times) else 1
+    return times if times > 1 and own == (other[0] / times, other[1] * times, other[2]) else 1
 
 
 def _input_errors(x: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
