@@ -21,7 +21,7 @@ from opintercept.runs.why.answer import Answer, Cause, Layer, Loss, Place, Verdi
 from opintercept.runs.why.both import Both
 from opintercept.runs.why.causes import Explained, explained
 from opintercept.runs.why.changes.accused import ODD, Accused, off_record
-from opintercept.runs.why.changes.wording import UNSEEN_BIAS, name_of, place_of
+from opintercept.runs.why.changes.wording import UNSEEN_BIAS, UNSEEN_FACTOR, name_of, place_of
 from opintercept.runs.why.coarse import CoarseWeights, coarse_weights
 from opintercept.runs.why.costs import with_costs
 from opintercept.runs.why.counterparts import weight_place
@@ -108,6 +108,7 @@ class Judge(Both):
         self.scaled_losses = False
         self._accused: dict[int, _Head] = {}
         self._blind: set[int] = set()
+        self._unscaled: set[int] = set()  # last products that B may scale behind them
         self._wrong: set[int] = set()  # the calls of which B has what A does not make
         self._heads: list[_Head] = []
 
@@ -202,7 +203,7 @@ class Judge(Both):
             if self.partial and self.a.steps[number].stored.record.phase == "backward":
                 values = unscaled(made.base, values)
             if not made.ratio(values, end.joint.tensor.unit) <= LIMIT:
-                found.add(number)
+                (self._unscaled if self._is_unscaled(sweep, number, end.joint) else found).add(number)
         return found
 
     def _mixes(self, sweep: Sweep, number: int) -> bool:
@@ -216,6 +217,19 @@ class Judge(Both):
                 for regions in (step.outputs[:1], [step.inputs[place][1] for place in step.reads])
             )
             if made == [0] and any(read):
+                return True
+        return False
+
+    def _is_unscaled(self, sweep: Sweep, number: int, end: Joint) -> bool:
+        """Whether A alone multiplies by one number before its last product, as B may behind its own, unrecorded."""
+        for step in (self.a.steps[each] for each in self.a.before([number], sweep.joined, sweep.edges)):
+            if not self.partial or step.operator not in ("mul", "div"):
+                continue
+            single = [region for _, region in step.inputs if math.prod(region.shape) == 1 and region.name is not None]
+            factors = [float(self.a.program.value(region)) for region in single]
+            factors += [each for each in step.arguments.values() if isinstance(each, float)]
+            powers = ((factor or 1.0) ** (1 if step.operator == "mul" else -1) for factor in factors)
+            if any(sweep.made[number].ratio(end.values * power, end.tensor.unit) <= LIMIT for power in powers):
                 return True
         return False
 
@@ -432,6 +446,8 @@ class Judge(Both):
         for number, count in self.last.turned.items():
             choices = f"{counted(count, 'choice')} of {place_of(self.a.steps[number])}"
             yield f"rounding turns {choices}, and B's are taken"
+        if self._unscaled:
+            yield UNSEEN_FACTOR
         if any(self.counterparts.unseen_bias(number) is not None for number in self.a.ends):
             yield UNSEEN_BIAS
         if refused := self.a.program.refused():

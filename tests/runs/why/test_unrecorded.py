@@ -129,6 +129,17 @@ def test_an_operator_that_reproduces_the_operand_is_named(model: Model, tmp_path
     assert (cause.kind, cause.what) == ("operator", "computes silu where A computes relu")
 
 
+def test_a_number_before_the_last_product_may_be_one_behind_it(model: Model, tmp_path: Path) -> None:
+    def program(before: float, behind: float) -> Callable[[], Tensor]:
+        return lambda: model.second(model.first(X).relu()) * before @ model.head.weight.mT * behind
+
+    found = told(tmp_path / "clean", program(0.3, 1.0), program(1.0, 0.3))
+    assert (found.verdict, found.causes) == ("rounding", ())
+    assert any("a number by which only A multiplies" in note for note in found.notes)
+    found = told(tmp_path / "wrong", program(0.3, 1.0), program(0.4, 1.0))
+    assert [cause.what for cause in found.causes] == ["uses the number=0.4 where A uses 0.3"]
+
+
 @pytest.mark.parametrize("ops", ["all", "matmul"])
 @pytest.mark.parametrize("first", ["plain", "coded"])
 def test_weights_of_whole_numbers_are_compared_as_products(first: str, ops: str, model: Model, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from opintercept.runs.why.noise import MASKED
 from opintercept.runs.why.quantised import quantised
 
 UNSEEN_BIAS = "not compared: the bias of the last product, which only one run adds within it"
+UNSEEN_FACTOR = "not compared: a number by which only A multiplies before the last product, and B may behind it"
 LONGEST = 6  # operators that may be left out together, and that a phrase names
 _WORDS = {
     "self": "input",
