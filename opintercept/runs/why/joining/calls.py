@@ -24,8 +24,7 @@ from opintercept.runs.why.joining.tokens import MOST, alike, distances, same_tok
 from opintercept.runs.why.joining.weights import Joining, Match, Side, SideName, Term
 
 _MOSTLY = 0.9  # of the rows of a product are alike in both runs if they are of the same tokens
-_EQUAL = 1e-4  # of the squared distance of unrelated rows: there is no need to look for nearer ones
-_NEARER = 0.1  # of the squared distance of the usual rows, for others to be those of the same tokens
+_EQUAL = 1e-4  # of the squared distance of unrelated rows, below which rows are the same
 _COMPARED = 8  # products of which the rows are compared to find the tokens
 
 
@@ -122,14 +121,15 @@ def _add_pieces(
 def _own_tokens(
     joining: Joining, usual: tuple[Array, Array], in_a: list[int], in_b: list[int], number: int
 ) -> tuple[Array, Array]:
-    """The rows of the same tokens in one product: the usual ones, or others if more of these are alike, or far more."""
+    """The rows of the same tokens in one product: the usual ones, or others if more of these are alike, or the same."""
     x, y = _inputs(joining, in_a, in_b, number)
     count, far = (each(x[usual[0]], y[usual[1]]) for each in (alike, _far))
-    if count >= _MOSTLY * min(len(x), len(y)) and far < _EQUAL:
+    most = count >= _MOSTLY * min(len(x), len(y))
+    if most and far < _EQUAL:
         return usual
     own = same_tokens([distances(x, y)])
     more, less = (each(x[own[0]], y[own[1]]) for each in (alike, _far))
-    return own if more > count or (more == count and less < _NEARER * far) else usual
+    return own if (less < _EQUAL if most else more > count) else usual
 
 
 def _far(x: torch.Tensor, y: torch.Tensor) -> float:
