@@ -180,7 +180,7 @@ class Judge(Both):
 
     def _bad_ends(self, sweep: Sweep) -> set[int]:
         """The results that differ."""
-        found = set()
+        found = set[int]()
         known = {maker for joint in sweep.joined.values() for maker in joint.makers}
         for number in self.results:
             if number in sweep.joined and self._goes_on(sweep, number, known):

@@ -91,7 +91,8 @@ def flat(scale: float = 8**-0.5) -> Attend:
         mask = torch.full((2, TOKENS, 2, TOKENS), -math.inf)
         mask[0, :, 0] = mask[1, :, 1] = torch.full((TOKENS, TOKENS), -math.inf).triu(1)
         scores = q @ k.mT * scale + mask.flatten(2).flatten(0, 1)
-        return (scores.softmax(-1) @ v).unflatten(1, (2, -1)).transpose(0, 1)
+        mixed: Tensor = (scores.softmax(-1) @ v).unflatten(1, (2, -1)).transpose(0, 1)
+        return mixed
 
     return attend
 
