@@ -51,6 +51,8 @@ def coarse_weights(counterparts: Counterparts, dtype: torch.dtype) -> CoarseWeig
             continue
         seen.add(region.memory)
         heads |= {region.memory} if number in last else set()
+        if _is_equal(counterparts, number, region):
+            continue
         rows = counterparts.weight_rows(number) if number in counterparts.by_weight else _table(counterparts, region)
         if rows is None or rows[0].shape != rows[1].shape or torch.equal(*rows):
             continue
@@ -80,6 +82,16 @@ def coarse_weights(counterparts: Counterparts, dtype: torch.dtype) -> CoarseWeig
             whole = seen - tables <= chosen.keys()  # so are those that a run of products does not show
             chosen |= _rounded(counterparts, dtype, {*chosen}, assumed=counterparts.partial and whole)
     return CoarseWeights(f"{most[0][0]}: {most[0][1]} of {len(seen)} weights", chosen)
+
+
+def _is_equal(counterparts: Counterparts, number: int, region: Region) -> bool:
+    """Whether B multiplies by the same bits, which need not be read to see it."""
+    joints, exact = counterparts.joints, counterparts.joints.exact(counterparts.a.program, region)
+    steps = [piece.step for piece in counterparts.by_weight.get(number, ())]
+    theirs = [joints.of(step.inputs[place][1]) for step in steps if (place := weight_place(step)) is not None]
+    return (
+        exact is not None and bool(steps) and all(each is exact.tensor for each in theirs) and len(theirs) == len(steps)
+    )
 
 
 def _words(mine: torch.Tensor, theirs: torch.Tensor) -> tuple[str | None, bool]:
