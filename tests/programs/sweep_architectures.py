@@ -97,16 +97,21 @@ def row_by_row(model: Any, inputs: Inputs) -> None:
         forward(model, {name: value[row : row + 1] for name, value in inputs.items()})
 
 
+def places(model: Any, begin: int, end: int) -> Inputs:
+    """The places of tokens, where a model takes some: what it makes of a padding token is another thing."""
+    known = "position_ids" in signature(model.forward).parameters
+    return {"position_ids": torch.arange(begin, end)[None]} if known else {}
+
+
 def with_cache(model: Any, inputs: Inputs) -> None:
     tokens, cache = inputs["input_ids"], None
-    places = torch.arange(tokens.shape[1])[None] if "position_ids" in signature(model.forward).parameters else None
     for begin, end in ((0, 7), *((place, place + 1) for place in range(7, tokens.shape[1]))):
-        more = {} if places is None else {"position_ids": places[:, begin:end]}  # a cache of states tells none
+        more = places(model, begin, end)  # a cache of states tells none
         cache = model(input_ids=tokens[:, begin:end], past_key_values=cache, use_cache=True, **more).past_key_values
 
 
 def without_cache(model: Any, inputs: Inputs) -> None:
-    model(input_ids=inputs["input_ids"], use_cache=False)
+    model(input_ids=inputs["input_ids"], use_cache=False, **places(model, 0, inputs["input_ids"].shape[1]))
 
 
 def loaded(model: Any) -> Any:
