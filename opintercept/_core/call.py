@@ -519,7 +519,7 @@ class OpCall:
             self.started,
             get_native_id(),
             self.elapsed,
-            taken_of(self),
+            taken=taken_of(self),
         )
 
     @property

@@ -146,7 +146,7 @@ def _enter(module: Any, number: int) -> None:
 
 def _load(device: torch.device, number: int, checks: bool) -> bool:
     global reason
-    module = library.find().module
+    module: Any = library.find().module
     try:
         _enter(module, number)
         code = nvrtc.code_for(architecture_of(device), torch.version.cuda or "", checks)

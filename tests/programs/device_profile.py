@@ -1,7 +1,7 @@
 """What `Profile` finds of calls on a stand-in for a GPU: `python device_profile.py` prints it as JSON.
 
-How many calls it has, how many of them hooks saw in Python, and whether their times are possible: if the device is late,
-beside other hooks, if the device is done at once, and if it has no events left.
+How many calls it has, how many of them hooks saw in Python, and whether their times are possible: if the device is
+late, beside other hooks, if the device is done at once, and if it has no events left.
 """
 
 from __future__ import annotations
