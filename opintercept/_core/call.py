@@ -14,13 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 from opintercept._core.call_site import NOWHERE, CallSite, KernelPart
 from opintercept._core.errors import OpInterceptError
 from opintercept._core.gemm import Gemm
-from opintercept._core.record import CallRecord, PendingRecord, Phase, Summary, summary_of, taken_of
+from opintercept._core.record import CallRecord, PendingRecord, Phase, Summary, Timed, summary_of, taken_of
 from opintercept._core.tensors import describe, is_tensor, named_tensors, nbytes, tensors_in, unflipped
 
 if TYPE_CHECKING:
     import torch
-
-    from opintercept._core.in_kernel import Timed
 
 T = TypeVar("T")
 

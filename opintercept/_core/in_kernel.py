@@ -55,13 +55,6 @@ class CallRanges(NamedTuple):
     unseen: Any
 
 
-class Timed(Protocol):
-    """What a device takes for a call."""
-
-    def found(self) -> tuple[float, bool]:
-        """Seconds on the device, which this waits for, and whether they may include time in which it was idle."""
-
-
 class Work(NamedTuple):
     """What a kernel does for a hook with each call, in place of calling it.
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass, field, fields, is_dataclass
 from types import NoneType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from opintercept._core.call_site import CallSite
 from opintercept._core.gemm import Gemm
@@ -173,6 +173,13 @@ OWN = {name: marks.get("path", f"taken.{name}") for name, marks in _own.items()}
 _take = {name: marks["read"] for name, marks in _own.items() if "read" in marks}
 
 
+class Timed(Protocol):
+    """What a device takes for a call."""
+
+    def found(self) -> tuple[float, bool]:
+        """Seconds on the device, which this waits for, and whether they may include time in which it was idle."""
+
+
 class PendingRecord(NamedTuple):
     """What a record is made of, collected while the call runs."""
 
@@ -187,7 +194,7 @@ class PendingRecord(NamedTuple):
     started: int | None
     thread: int | None
     elapsed: float | None
-    timed: tuple[float, bool] | None = None  # as `in_kernel.Timed` finds it
+    timed: tuple[float, bool] | None = None  # what `Timed` finds
     taken: SimpleNamespace | None = None
     replayed: int | None = None
 

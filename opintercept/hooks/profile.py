@@ -13,9 +13,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from opintercept._core.call import OpCall
-from opintercept._core.in_kernel import Found, Timed, Work
+from opintercept._core.in_kernel import Found, Work
 from opintercept._core.pipeline import flush
-from opintercept._core.record import PendingRecord
+from opintercept._core.record import PendingRecord, Timed
 from opintercept._core.tables import Cells, Table
 from opintercept._core.tensors import dtype_name
 from opintercept._core.text import counted, number, rate_text, write_csv
@@ -83,7 +83,7 @@ _NOTHING: _Sum = (0, 0, 0, 0.0, 0)
 
 
 class _Events(NamedTuple):
-    """The time between two events that a device may not have reached yet, as `in_kernel.Timed` has it."""
+    """The time between two events that a device may not have reached yet, as `Timed` has it."""
 
     idle: bool
     started: Any
