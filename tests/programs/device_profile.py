@@ -59,3 +59,4 @@ if __name__ == "__main__":
         fake_cuda.driver().fake_fail(function, 1000)
     found["no events"] = profiled()
     print(json.dumps(found))
+    toy_device.leave()
