@@ -40,4 +40,11 @@ class Unlocked {
   PyThreadState* state;
 };
 
+// Runs `use` meanwhile, since a driver may wait for a device, and that for another thread of Python.
+template <typename Use>
+auto unlocked(const Use& use) {
+  Unlocked others(true);
+  return use();
+}
+
 } // namespace opintercept

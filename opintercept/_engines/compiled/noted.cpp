@@ -741,7 +741,7 @@ bool put_row(NotedCall& call, Part& part, std::string& key) {
   bool half_full = false;
   bool written = call.write(part, key);
   if (written && (!part.noted || part.ring->put(part.known, key, part.row, part.values, half_full))) {
-    part.row.timing = part.noted ? device::Timing() : part.row.timing;
+    part.row.timing = {}; // which the ring owns, if there is one
     call.count(part);
     if (half_full) {
       Locked locked;
@@ -778,9 +778,7 @@ void tell(
   std::optional<Unjudged> unjudged;
   bool judged = false;
   if (later) {
-    Row row = part.row;
-    row.timing = {};
-    unjudged.emplace(part.known, row, call.node.first, call.node.second);
+    unjudged.emplace(part.known, part.row, call.node.first, call.node.second);
     unjudged->ranges = is_last ? std::move(call.ranges) : call.ranges.shared();
     judged = noted && part.ring->put(key, *unjudged);
   }

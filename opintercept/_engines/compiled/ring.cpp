@@ -6,6 +6,8 @@
 
 #include "kernels.h"
 
+#include "../../_native/threads.h"
+
 #include <algorithm>
 #include <cstring>
 #include <new>
@@ -349,9 +351,7 @@ PyObject* in_python(
   THPObjectPtr look_owned(look), place_owned(place), found(PyDict_New()), timed(Py_NewRef(Py_None));
   if (row.timing.is_open()) {
     PyObject* idle = row.timing.idle ? Py_True : Py_False;
-    PyThreadState* state = PyEval_SaveThread();
-    const double seconds = device::wait_for(row.timing);
-    PyEval_RestoreThread(state);
+    const double seconds = unlocked([&] { return device::wait_for(row.timing); });
     timed = Py_BuildValue("(dO)", seconds, idle);
   }
   if (found.get() == nullptr) {
@@ -388,9 +388,8 @@ PyObject* in_python(
 void settle(std::array<Values, ROLES>& values) {
   auto waits = [](const Values& each) { return each.pending.is_open(); };
   if (std::any_of(values.begin(), values.end(), waits)) {
-    PyThreadState* state = PyEval_SaveThread();
+    Unlocked others(true);
     std::for_each(values.begin(), values.end(), [](Values& each) { each.settle(); });
-    PyEval_RestoreThread(state);
   }
 }
 
@@ -498,9 +497,7 @@ PyObject* Ring::take_odd(bool waits) {
       oldest.emplace(std::move(unjudged.front()));
       unjudged.pop_front();
     }
-    PyThreadState* state = PyEval_SaveThread();
-    oldest->settle();
-    PyEval_RestoreThread(state);
+    unlocked([&] { oldest->settle(); });
     if (!oldest->is_odd()) {
       continue;
     }

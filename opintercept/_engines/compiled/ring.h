@@ -98,13 +98,17 @@ struct Unjudged {
   std::vector<PyObject*> owned;
 
   Unjudged(GenerationPtr known, const Row& row, int64_t task, const std::string& node)
-      : known(std::move(known)), row(row), task(task), node(node) {}
+      : known(std::move(known)), row(row), task(task), node(node) {
+    this->row.timing = {}; // that of the row that is told of the call
+  }
   Unjudged(GenerationPtr known, const Row& row, Checked& checked)
       : known(std::move(known)),
         row(row),
         product(std::move(checked.product)),
         limits(std::move(checked.limits)),
-        task(-1) {}
+        task(-1) {
+    this->row.timing = {};
+  }
   Unjudged(Unjudged&&) = default;
   Unjudged& operator=(Unjudged&&) = default;
   ~Unjudged() {

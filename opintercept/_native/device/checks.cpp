@@ -319,12 +319,6 @@ struct Memory {
   std::shared_ptr<device::Weights> weights = std::make_shared<device::Weights>();
 };
 
-template <typename Use>
-auto unlocked(const Use& use) {
-  Unlocked others(true);
-  return use();
-}
-
 // finish(output, deviation, limit, fields) -> whether the output is being checked
 PyObject* finish(PyObject* self, PyObject* args) {
   Held& held = *Wrapped<Held>::of(self);

@@ -359,14 +359,10 @@ inline void add_bias(const Check& check, Word block, Room<W>& room) {
 
 // Adds up two numbers of each thread in the first ones.
 inline void join(double (*numbers)[2]) {
-  for (int half = THREADS / 2; half > 0; half /= 2) {
-    each_thread([&](int thread, int) {
-      if (thread < half) {
-        numbers[thread][0] += numbers[thread + half][0];
-        numbers[thread][1] += numbers[thread + half][1];
-      }
-    });
-  }
+  fold(numbers, [](double (&to)[2], const double (&other)[2]) {
+    to[0] += other[0];
+    to[1] += other[1];
+  });
 }
 
 // A part of A (B E), of the norms of A's rows, and of those of B E.
@@ -602,13 +598,7 @@ inline void find_best(const Check& check, Word tiles, Room<W>& room) {
     }
     room.bests[thread] = best;
   });
-  for (int half = THREADS / 2; half > 0; half /= 2) {
-    each_thread([&](int thread, int) {
-      if (thread < half) {
-        take_better(room.bests[thread], room.bests[thread + half]);
-      }
-    });
-  }
+  fold(room.bests, [](Best& best, const Best& other) { take_better(best, other); });
   each_thread([&](int thread, int) {
     if (thread == 0) {
       check.bests[tiles] = room.bests[0];

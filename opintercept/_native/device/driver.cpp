@@ -212,6 +212,15 @@ bool have_rows(State& known, size_t count) {
   return known.free.size() >= count;
 }
 
+// With the mutex: gives a free row, of which there is one, to somebody who waits.
+void give_row(State& known, Pending& pending, uint64_t mark, const Waiting& by) {
+  pending.row = known.free.back();
+  pending.mark = mark;
+  known.free.pop_back();
+  known.waiting[pending.row] = by;
+  known.owners[pending.row] = 1;
+}
+
 // In the context of a device: memory on it that is zero for what follows on a stream; null if there is none.
 void* zeroed(size_t bytes, void* stream) {
   uint64_t memory = 0;
@@ -390,19 +399,30 @@ const void* address_of(const at::Tensor& tensor) {
   return in_memory(tensor, keys, data) ? data : nullptr;
 }
 
-// Whether something is known of a device, and its current stream captures no graph.
-static bool is_free(c10::Device device, void* Device::* what) {
+// What is known of a device; null if nothing is.
+static Device* find_device(c10::Device device) {
   State* known = state.load(std::memory_order_acquire);
-  if (known == nullptr || device.type() != type || number_of(device) >= MOST_DEVICES) {
-    return false;
-  }
-  Device& own = known->devices[number_of(device)];
-  if (__atomic_load_n(&(own.*what), __ATOMIC_ACQUIRE) == nullptr) {
-    return false;
-  }
-  Entered entered(own.context);
+  const bool may_be = known != nullptr && device.type() == type && number_of(device) < MOST_DEVICES;
+  return may_be ? &known->devices[number_of(device)] : nullptr;
+}
+
+static bool is_there(void* const& what) { // since another thread has found or loaded it
+  return __atomic_load_n(&what, __ATOMIC_ACQUIRE) != nullptr;
+}
+
+// In the context of a device: whether a stream captures no graph.
+static bool is_free(void* stream) {
   int capturing = 0;
-  return driver.cuStreamIsCapturing(stream_of(device), &capturing) == SUCCESS && capturing == 0;
+  return driver.cuStreamIsCapturing(stream, &capturing) == SUCCESS && capturing == 0;
+}
+
+static bool is_free(c10::Device device, void* Device::* what) {
+  const Device* own = find_device(device);
+  if (own == nullptr || !is_there(own->*what)) {
+    return false;
+  }
+  Entered entered(own->context);
+  return is_free(stream_of(device));
 }
 
 bool can_read(c10::Device device) {
@@ -510,12 +530,8 @@ size_t Launch::size() const {
 }
 
 bool Launch::takes(const at::Tensor& tensor, bool hashed, const Target* target, Pending& pending, bool lasts) {
-  State* known = state.load(std::memory_order_acquire);
-  if (known == nullptr || tensor.device().type() != type || tensor.numel() == 0 || wanted.size() == MOST_JOBS) {
-    return false;
-  }
-  const size_t ordinal = number_of(tensor.device());
-  if (ordinal >= MOST_DEVICES || __atomic_load_n(&known->devices[ordinal].function, __ATOMIC_ACQUIRE) == nullptr ||
+  const Device* own = find_device(tensor.device());
+  if (own == nullptr || !is_there(own->function) || tensor.numel() == 0 || wanted.size() == MOST_JOBS ||
       (!wanted.empty() && tensor.device() != device)) {
     return false;
   }
@@ -579,12 +595,8 @@ bool Launch::start() {
   Device& own = known.devices[number_of(device)];
   void* stream = stream_of(device);
   Entered entered(own.context);
-  int capturing = 0;
-  if (driver.cuStreamIsCapturing(stream, &capturing) != SUCCESS || capturing != 0) {
-    return false;
-  }
   uint64_t id = 0, mark;
-  if (driver.cuStreamGetId(stream, &id) != SUCCESS) {
+  if (!is_free(stream) || driver.cuStreamGetId(stream, &id) != SUCCESS) {
     return false;
   }
   OfStream* shared;
@@ -603,11 +615,7 @@ bool Launch::start() {
     }
     mark = ++known.marks;
     for (Pending* pending : wanted) {
-      pending->row = known.free.back();
-      pending->mark = mark;
-      known.free.pop_back();
-      known.waiting[pending->row] = {stream, number_of(device)};
-      known.owners[pending->row] = 1;
+      give_row(known, *pending, mark, {stream, number_of(device)});
     }
   }
   if (std::any_of(lasting.begin(), lasting.end(), [](const auto& each) { return each.has_value(); })) {
@@ -704,19 +712,15 @@ bool wait_for(Pending& pending, Sums& sums, uint64_t& hash) {
 
 bool find_stream(c10::Device device, Stream& stream) {
   State* known = state.load(std::memory_order_acquire);
-  if (known == nullptr || device.type() != type || number_of(device) >= MOST_DEVICES) {
+  Device* found = find_device(device);
+  if (found == nullptr || !is_there(found->checks[1][STAGES - 1])) {
     return false;
   }
-  Device& own = known->devices[number_of(device)];
-  if (__atomic_load_n(&own.checks[1][STAGES - 1], __ATOMIC_ACQUIRE) == nullptr) {
-    return false;
-  }
+  Device& own = *found;
   stream.device = device;
   stream.handle = stream_of(device);
   Entered entered(own.context);
-  int capturing = 0;
-  if (driver.cuStreamIsCapturing(stream.handle, &capturing) != SUCCESS || capturing != 0 ||
-      driver.cuStreamGetId(stream.handle, &stream.id) != SUCCESS) {
+  if (!is_free(stream.handle) || driver.cuStreamGetId(stream.handle, &stream.id) != SUCCESS) {
     return false;
   }
   OfStream* shared;
@@ -761,11 +765,7 @@ Row* reserve(const Stream& stream, Pending& pending) {
   if (!have_rows(known, 1)) {
     return nullptr;
   }
-  pending.row = known.free.back();
-  pending.mark = ++known.marks;
-  known.free.pop_back();
-  known.waiting[pending.row] = {stream.handle, number_of(stream.device)};
-  known.owners[pending.row] = 1;
+  give_row(known, pending, ++known.marks, {stream.handle, number_of(stream.device)});
   return &known.row(pending.row);
 }
 

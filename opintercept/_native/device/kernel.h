@@ -653,11 +653,13 @@ struct Reading {
 #ifdef __CUDACC_RTC__
 constexpr int HELD = 1;
 
+struct PartWords {
+  Word words[sizeof(Part) / sizeof(Word)];
+};
+
 // What another block has left, past the cache next to the processor, which may hold an older copy.
 inline Part fetched(const Part& from) {
-  struct Words {
-    Word words[sizeof(Part) / sizeof(Word)];
-  } found;
+  PartWords found;
   for (int i = 0; i < static_cast<int>(sizeof found / sizeof(Word)); i++) {
     found.words[i] = reinterpret_cast<const volatile Word*>(&from)[i];
   }
@@ -670,24 +672,21 @@ inline void each_thread(const Use& use) {
   __syncthreads();
 }
 
-// Adds up what `get(thread, part)` finds in each thread, in the first of `sums`, of which there is one for a warp.
+// Adds up what `get(thread, held, part)` finds in each thread, in the first of `sums`, of which there is one for a warp.
 template <typename Get>
 inline void join(const Get& get, Part* sums) {
-  struct Words {
-    Word words[sizeof(Part) / sizeof(Word)];
-  };
   const int thread = static_cast<int>(threadIdx.x);
   Part own;
   auto add_those = [&](int width) { // of so many threads beside each other
     for (int half = width / 2; half > 0; half /= 2) {
-      auto theirs = same_bits<Words>(own);
+      auto theirs = same_bits<PartWords>(own);
       for (Word& word : theirs.words) {
         word = __shfl_down_sync(0xFFFFFFFF, word, half);
       }
       add(own, same_bits<Part>(theirs));
     }
   };
-  get(thread, own);
+  get(thread, 0, own);
   add_those(WARP);
   if (thread % WARP == 0) {
     sums[thread / WARP] = own;
@@ -720,7 +719,7 @@ template <typename Get>
 void join(const Get& get, Part* sums) {
   Part all[THREADS];
   for (int thread = 0; thread < THREADS; thread++) {
-    get(thread, all[thread]);
+    get(thread, thread, all[thread]);
   }
   auto add_those = [](Part* parts, int width) {
     for (int half = width / 2; half > 0; half /= 2) {
@@ -736,6 +735,18 @@ void join(const Get& get, Part* sums) {
   add_those(sums, WARPS);
 }
 #endif
+
+// Takes what the threads of a block have in the memory that they share, an item each, into the first one.
+template <typename Item, typename Take>
+inline void fold(Item* items, const Take& take) {
+  for (int half = THREADS / 2; half > 0; half /= 2) {
+    each_thread([&](int thread, int) {
+      if (thread < half) {
+        take(items[thread], items[thread + half]);
+      }
+    });
+  }
+}
 
 inline Word weight_of_row(const Job& job, Word virtual_row) {
   Word row = virtual_row / job.pieces, found = weight(row, !job.swapped);
@@ -772,7 +783,7 @@ inline void read_part(F format, const Job& job, int part, Part* sums, Word* weig
       own.add_rows(format, job, row, step, end, column, weights + (row - base));
     });
   }
-  join([&](int thread, Part& own) { readings[HELD == 1 ? 0 : thread].end(job, column_of(thread), own); }, sums);
+  join([&](int thread, int held, Part& own) { readings[held].end(job, column_of(thread), own); }, sums);
 }
 
 inline void read_part(const Job& job, int part, Part* sums, Word* weights) {
@@ -782,7 +793,7 @@ inline void read_part(const Job& job, int part, Part* sums, Word* weights) {
 // Adds up what the blocks have found, always in the same order.
 inline void join_parts(const Job& job, const Part* found, Part* sums) {
   join(
-      [&](int thread, Part& own) {
+      [&](int thread, int, Part& own) {
         clear(own);
         for (int part = thread; part < job.across * job.down; part += THREADS) {
           add(own, fetched(found[part]));
@@ -801,13 +812,7 @@ inline Word sample(const Job& job, Word* words) {
       words[thread] += bits_at(job, place_of(job, row, number - row * job.width)) * (mixed | 1);
     }
   });
-  for (int half = THREADS / 2; half > 0; half /= 2) {
-    each_thread([&](int thread, int) {
-      if (thread < half) {
-        words[thread] += words[thread + half];
-      }
-    });
-  }
+  fold(words, [](Word& word, Word other) { word += other; });
   const Word found = words[0];
   each_thread([](int, int) {}); // before the memory is used again
   return found;

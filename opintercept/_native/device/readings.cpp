@@ -86,13 +86,6 @@ PyMethodDef methods_of_timed[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
-// Runs `use` without the interpreter's lock, since a driver may wait for a device, and that for another thread of Python.
-template <typename Use>
-auto unlocked(const Use& use) {
-  Unlocked others(true);
-  return use();
-}
-
 // What `use` throws becomes a RuntimeError.
 template <typename Use>
 PyObject* caught(const Use& use) {
