@@ -68,14 +68,14 @@ class _Life:
     __slots__ = ("__weakref__",)
 
 
-class _ThreadLinks:
+class ThreadLinks:
     """The links of one thread, by the sequence number that autograd also gives to the node of the gradient."""
 
-    __slots__ = ("_seen", "links", "open", "places", "shared", "thread")
+    __slots__ = ("links", "open", "places", "seen", "shared", "thread")
 
     def __init__(self) -> None:
         # The newest number at the last call. Nodes up to it do not belong to the next call.
-        self._seen = _sequence_nr() - 1
+        self.seen = _sequence_nr() - 1
         self.thread = None if threads is None else threads()[0]
         self.links: dict[int, Link] = {}
         self.places: dict[int, CallSite] = {}
@@ -86,8 +86,8 @@ class _ThreadLinks:
 
     def look(self, newest: int) -> bool:
         """Note the newest number, and return whether autograd has recorded anything since the last time."""
-        fresh = newest > self._seen
-        self._seen = newest
+        fresh = newest > self.seen
+        self.seen = newest
         return fresh
 
     def share(self, number: int, place: CallSite | None) -> None:
@@ -106,7 +106,15 @@ class _ThreadLinks:
 
 
 class Links:
-    """The forward calls of one interceptor, which its backward calls look up. `owner` is as for `Origin`."""
+    """The forward calls of one interceptor, which its backward calls look up. `owner` is as for `Origin`.
+
+    `_engines/compiled/links.cpp` adds and finds most of those that kernels note.
+    """
+
+    __slots__ = (
+        *("_by_number", "_in_backward", "_local", "_owner", "_packs", "_place", "_round", "_threads"),
+        *("names_all", "wanted"),
+    )
 
     # Beyond SOFT links, those from before the last two backward passes are dropped. Beyond HARD links, which a program
     # reaches that never calls backward, the older half is dropped.
@@ -119,8 +127,8 @@ class Links:
         self._place = place
         # Autograd numbers nodes per thread. With the links, the identity of their thread and what dies with it: Python
         # may give the identity to a new thread while nodes of the old one are still there.
-        self._threads: dict[_ThreadLinks, tuple[int, weakref.ref[_Life]]] = {}
-        self._by_number: dict[int | None, _ThreadLinks] = {}  # those, by the number that autograd gives a thread
+        self._threads: dict[ThreadLinks, tuple[int, weakref.ref[_Life]]] = {}
+        self._by_number: dict[int | None, ThreadLinks] = {}  # those, by the number that autograd gives a thread
         self._local = threading.local()
         self._round = 0
         self._in_backward = False
@@ -257,10 +265,10 @@ class Links:
         """Forget a patched function that has not run."""
         self._of_this_thread().open = None
 
-    def _of_this_thread(self) -> _ThreadLinks:
-        mine: _ThreadLinks | None = getattr(self._local, "links", None)
+    def _of_this_thread(self) -> ThreadLinks:
+        mine: ThreadLinks | None = getattr(self._local, "links", None)
         if mine is None:
-            mine = self._local.links = _ThreadLinks()
+            mine = self._local.links = ThreadLinks()
             life = self._local.life = _Life()
             self._threads[mine] = threading.get_ident(), weakref.ref(life)
             self._by_number[mine.thread] = mine
@@ -279,7 +287,7 @@ class Links:
             return None
         self._in_backward = True
         number = node._sequence_nr()
-        known: _ThreadLinks | None = getattr(self._local, "links", None)
+        known: ThreadLinks | None = getattr(self._local, "links", None)
         if known is None or len(self._threads) > 1:
             known = self._maker(node, number, known)
         link = None if known is None else known.links.get(number)
@@ -289,7 +297,7 @@ class Links:
             link = _in_place(node, link)
         return link, known.places.get(number, NOWHERE), number in known.shared
 
-    def _maker(self, node: Any, number: int, mine: _ThreadLinks | None) -> _ThreadLinks | None:
+    def _maker(self, node: Any, number: int, mine: ThreadLinks | None) -> ThreadLinks | None:
         """Return the links of the thread that has made a node, or None if that cannot be told.
 
         Each thread numbers its nodes from 0, and a node tells its thread in C++ only. Autograd's own threads run nodes
@@ -412,11 +420,12 @@ _NODES = frozenset(name.partition("::")[2].replace("_", "") for name in OWN if R
 
 def _computes(node: Any, link: Link) -> bool:
     """Whether the node can belong to the link's operator. Another thread may have a node of the same number."""
-    return _is_of(node.name(), link.op, link.sure)
+    return is_of(node.name(), link.op, link.sure)
 
 
 @lru_cache(4096)
-def _is_of(node: str, op: str, sure: bool) -> bool:
+def is_of(node: str, op: str, sure: bool) -> bool:
+    """Whether a node of this name can belong to an operator. `sure` is as in `Link`."""
     name = node.lower().rstrip("0123456789").removesuffix("backward")
     if is_patched(op):
         return True  # a function may run any operators
@@ -433,17 +442,15 @@ def grad_of(operands: Iterable[int], left: int, link: Link) -> tuple[str | None,
     """
     if left == 0:
         return None, False  # not a product: `add_` may find an operand that was freed where its own tensor is
-    row = row_of(link.op)
-    roles = row.roles
-    if "lhs" not in roles or "rhs" not in roles or row.family in ("convolution", "attention"):
-        return None, False  # one call computes several gradients of these, or several calls a part of one
+    factors = factors_of(link.op)
+    if factors is None:
+        return None, False
     if link.sure and not link.needed:
         return None, False  # operands that were cast may have been freed, and others may be in their memory
-    at, its = (roles["lhs"][0], roles["rhs"][0]), link.operands
+    (*at, foreign), its = factors, link.operands
     lhs, rhs = its[at[0]] if at[0] < len(its) else 0, its[at[1]] if at[1] < len(its) else 0
     used = {*operands} - {0}
     of_lhs, of_rhs = at[0] in link.wanted, at[1] in link.wanted
-    foreign = row.family == "foreign"
     if of_lhs is not of_rhs and not foreign:
         lhs, rhs = (0, rhs) if of_lhs else (lhs, 0)  # not saved, and others may be in its memory
     if (lhs in used) == (rhs in used):
@@ -453,4 +460,12 @@ def grad_of(operands: Iterable[int], left: int, link: Link) -> tuple[str | None,
     on_the_left = left != 0 and left in (lhs, rhs)
     if lhs not in used:
         return "lhs", on_the_left
-    return "rhs", on_the_left if row.contraction_dim("rhs") == -1 else not on_the_left  # a weight of [n, k]
+    return "rhs", on_the_left if row_of(link.op).contraction_dim("rhs") == -1 else not on_the_left  # a weight of [n, k]
+
+
+def factors_of(op: str) -> tuple[int, int, bool] | None:
+    """The positions of an operator's two factors, and whether it is another library's; None if it has no such two."""
+    row = row_of(op)
+    if not {"lhs", "rhs"} <= row.roles.keys() or row.family in ("convolution", "attention"):
+        return None  # one call computes several gradients of these, or several calls a part of one
+    return row.roles["lhs"][0], row.roles["rhs"][0], row.family == "foreign"

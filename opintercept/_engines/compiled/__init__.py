@@ -16,7 +16,7 @@ import torch
 
 from opintercept._core import pipeline as _pipeline
 from opintercept._core import record
-from opintercept._core.call_site import NOWHERE
+from opintercept._core.call_site import NOWHERE, CallSite
 from opintercept._core.in_kernel import ROLES
 from opintercept._core.noted import Ring, on_forget
 from opintercept._engines import foreign, inductor, kernels, scope
@@ -68,6 +68,10 @@ class Extension:
         inductor.launcher = extension.Launcher
         extension.set_up_notes(scope.state, scope.Scope, scope.Watch, keep_out(_rings_of), NOWHERE, keep_out)
         on_forget(extension.forget_notes)
+        extension.set_up_links(
+            links.Links, links.ThreadLinks, links.Link, links.is_of, links.factors_of, CallSite, NOWHERE
+        )
+        on_forget(extension.forget_links)
         self.ring: Callable[[], Ring] = extension.Ring
         scope.state.unseen_by_compiled = extension.unseen
         self.running: Callable[[], int] = extension.running

@@ -35,6 +35,8 @@ PyObject* opintercept_sign_sums(PyObject*, PyObject* const*, Py_ssize_t);
 PyObject* opintercept_set_up_values(PyObject*, PyObject*);
 PyObject* opintercept_set_up_notes(PyObject*, PyObject*);
 PyObject* opintercept_forget_notes(PyObject*, PyObject*);
+PyObject* opintercept_set_up_links(PyObject*, PyObject*);
+PyObject* opintercept_forget_links(PyObject*, PyObject*);
 bool opintercept_add_ring(PyObject* module);
 bool opintercept_add_records(PyObject* module);
 bool opintercept_add_readings(PyObject* module);
@@ -695,6 +697,8 @@ PyMethodDef methods[] = {
      nullptr},
     {"set_up_notes", opintercept_set_up_notes, METH_VARARGS, nullptr},
     {"forget_notes", opintercept_forget_notes, METH_NOARGS, nullptr},
+    {"set_up_links", opintercept_set_up_links, METH_VARARGS, nullptr},
+    {"forget_links", opintercept_forget_links, METH_NOARGS, nullptr},
     {"set_up_launches", opintercept_set_up_launches, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -6,11 +6,11 @@
 // interpreter's lock nothing here reads a Python object but those that the scope or this thread's frames keep alive.
 
 #include "kernels.h"
+#include "links.h"
 #include "record.h"
 #include "ring.h"
 #include "stack.h"
 
-#include <ATen/SequenceNumber.h>
 #include <c10/core/AutogradState.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
@@ -26,8 +26,8 @@ using namespace opintercept;
 
 // See `set_up_notes`.
 PyObject *state, *rings_of_watch;
-PyObject *number_of_name, *lasting_call_site_name, *link_name, *forward_of_name, *beside_kernel_name, *deliver_name,
-    *flush_name, *link_in_function_name, *begin_backward_name;
+PyObject *number_of_name, *lasting_call_site_name, *link_name, *links_name, *forward_of_name, *beside_kernel_name,
+    *deliver_name, *flush_name, *link_in_function_name, *begin_backward_name;
 Slot state_everywhere, scope_everywhere, scope_carried, scope_notes, watch_row, watch_hidden;
 
 struct Entry {
@@ -42,7 +42,7 @@ struct Entry {
   bool unread = false; // whether it makes no values, as `_ops.families.makes_values` says
   bool in_table = true; // and not one of those that `ops="all"` adds
   int results = 0; // how many of its tensors are for the program, see `_ops.scratch.FOR_PROGRAM`
-  PyObject* row = nullptr;
+  PyObject *row = nullptr, *name = nullptr; // the row's
   PyObject* hidden_scope = nullptr; // the watch owns it, and the scope the watch
   ScopePtr hidden;
 };
@@ -329,13 +329,21 @@ struct NotedCall {
     return part.row.place != UNKNOWN;
   }
 
-  PyObject* addresses() const { // of the positional arguments; 0 for what is not a tensor
-    THPObjectPtr found(check(PyTuple_New(static_cast<Py_ssize_t>(overload.positional))));
+  c10::SmallVector<const void*, 8> addresses() const { // of the positional arguments; null for what is not a tensor
+    c10::SmallVector<const void*, 8> found;
     for (size_t i = 0; i < overload.positional; i++) {
-      PyTuple_SET_ITEM(
-          found.get(), static_cast<Py_ssize_t>(i), check(PyLong_FromVoidPtr(const_cast<void*>(address(values[i])))));
+      found.push_back(address(values[i]));
     }
-    return Py_NewRef(found.get());
+    return found;
+  }
+
+  static PyObject* in_python(Addresses addresses) {
+    THPObjectPtr found(check(PyTuple_New(static_cast<Py_ssize_t>(addresses.size()))));
+    for (size_t i = 0; i < addresses.size(); i++) {
+      PyTuple_SET_ITEM(
+          found.get(), static_cast<Py_ssize_t>(i), check(PyLong_FromVoidPtr(const_cast<void*>(addresses[i]))));
+    }
+    return found.release();
   }
 
   static const void* address(const c10::IValue& value) { // `_origin.links.address`
@@ -348,23 +356,38 @@ struct NotedCall {
   // Of which forward call this backward call computes a gradient. False if Python has to find out.
   bool find_forward(Part& part) {
     Locked locked;
-    THPObjectPtr used(addresses());
+    const auto used = addresses();
     const at::Tensor* lhs = operand(0);
-    THPObjectPtr left(check(PyLong_FromVoidPtr(lhs == nullptr ? nullptr : const_cast<void*>(address(*lhs)))));
+    const void* left = lhs == nullptr ? nullptr : address(*lhs);
+    Forward found;
+    if (!opintercept::find_forward(links_of(part).get(), used, left, found) && !ask_forward(part, used, left, found)) {
+      return false;
+    }
+    part.row.place = part.ring->place_of(*part.known, found.place.get());
+    if (part.row.place == UNKNOWN) {
+      part.row.place = part.ring->remember_place(part.known, found.place.get(), number_of(part, found.place.get()));
+    }
+    part.row.forward = found.index;
+    part.row.grad_of = found.grad_of;
+    return part.row.place != UNKNOWN;
+  }
+
+  static bool ask_forward(const Part& part, Addresses used, const void* left, Forward& answer) {
+    THPObjectPtr operands(in_python(used)), lhs(check(PyLong_FromVoidPtr(const_cast<void*>(left))));
     THPObjectPtr found(
-        check(PyObject_CallMethodObjArgs(pipeline_of(part.ring), forward_of_name, used.get(), left.get(), nullptr)));
+        check(PyObject_CallMethodObjArgs(pipeline_of(part.ring), forward_of_name, operands.get(), lhs.get(), nullptr)));
     if (found.get() == Py_None) {
       return false;
     }
-    PyObject* place = PyTuple_GET_ITEM(found.get(), 0);
-    part.row.place = part.ring->place_of(*part.known, place);
-    if (part.row.place == UNKNOWN) {
-      part.row.place = part.ring->remember_place(part.known, place, number_of(part, place));
-    }
+    answer.place = Py_NewRef(PyTuple_GET_ITEM(found.get(), 0));
     PyObject *forward = PyTuple_GET_ITEM(found.get(), 1), *grad_of = PyTuple_GET_ITEM(found.get(), 2);
-    part.row.forward = forward == Py_None ? -1 : PyLong_AsLongLong(forward);
-    part.row.grad_of = static_cast<int8_t>(grad_of == Py_None ? -1 : PyUnicode_READ_CHAR(grad_of, 0) == 'r');
-    return part.row.place != UNKNOWN;
+    answer.index = forward == Py_None ? -1 : PyLong_AsLongLong(forward);
+    answer.grad_of = static_cast<int8_t>(grad_of == Py_None ? -1 : PyUnicode_READ_CHAR(grad_of, 0) == 'r');
+    return true;
+  }
+
+  static THPObjectPtr links_of(const Part& part) {
+    return THPObjectPtr(check(PyObject_GetAttr(pipeline_of(part.ring), links_name)));
   }
 
   static bool needs_gradient(const c10::IValue& value) {
@@ -377,10 +400,10 @@ struct NotedCall {
 
   // Notes a forward call that autograd records, or a custom Function that makes it, for its backward calls.
   void note(Part& part, bool in_function) {
-    std::vector<long> wanted;
+    c10::SmallVector<size_t, 8> wanted;
     for (size_t i = 0; i < overload.positional; i++) {
       if (needs_gradient(values[i])) {
-        wanted.push_back(static_cast<long>(i));
+        wanted.push_back(i);
       }
     }
     if (!in_function && wanted.empty() && !entry.in_table &&
@@ -388,10 +411,14 @@ struct NotedCall {
       return; // autograd has no node for it, nor for a wrapper that it is inside of
     }
     Locked locked;
-    THPObjectPtr used(addresses());
-    THPObjectPtr positions(check(PyTuple_New(static_cast<Py_ssize_t>(wanted.size()))));
+    PyObject* place = part.known->place(part.row.place);
+    const auto used = addresses();
+    if (!in_function && link(links_of(part).get(), entry.name, part.row.index, used, wanted, place)) {
+      return;
+    }
+    THPObjectPtr operands(in_python(used)), positions(check(PyTuple_New(static_cast<Py_ssize_t>(wanted.size()))));
     for (size_t i = 0; i < wanted.size(); i++) {
-      PyTuple_SET_ITEM(positions.get(), static_cast<Py_ssize_t>(i), check(PyLong_FromLong(wanted[i])));
+      PyTuple_SET_ITEM(positions.get(), static_cast<Py_ssize_t>(i), check(PyLong_FromSize_t(wanted[i])));
     }
     THPObjectPtr index(check(PyLong_FromLongLong(part.row.index)));
     THPObjectPtr noted(check(PyObject_CallMethodObjArgs(
@@ -399,9 +426,9 @@ struct NotedCall {
         in_function ? link_in_function_name : link_name,
         entry.row,
         index.get(),
-        used.get(),
+        operands.get(),
         positions.get(),
-        part.known->place(part.row.place),
+        place,
         nullptr)));
   }
 
@@ -1052,7 +1079,8 @@ bool opintercept::remember(const Overload& overload, PyObject* scope, PyObject* 
     made->row = watch_row.of(watch);
     made->hidden_scope = watch_hidden.of(watch);
     made->hidden = shared(made->hidden_scope);
-    made->owned = {Py_NewRef(rings), Py_NewRef(made->row)};
+    made->name = check(PyObject_GetAttrString(made->row, "name"));
+    made->owned = {Py_NewRef(rings), Py_NewRef(made->row), made->name};
     entry = made.release();
   }
   if (overload.generated) {
@@ -1082,6 +1110,7 @@ PyObject* opintercept_set_up_notes(PyObject*, PyObject* args) {
   number_of_name = PyUnicode_InternFromString("number_of");
   lasting_call_site_name = PyUnicode_InternFromString("lasting_call_site");
   link_name = PyUnicode_InternFromString("link");
+  links_name = PyUnicode_InternFromString("links");
   forward_of_name = PyUnicode_InternFromString("forward_of");
   beside_kernel_name = PyUnicode_InternFromString("beside_kernel");
   deliver_name = PyUnicode_InternFromString("deliver");
