@@ -91,6 +91,26 @@ class Work(NamedTuple):
     keeps: bool = False
 
 
+class Plan(NamedTuple):
+    """What kernels do for all hooks of an interceptor, see `ring.h`.
+
+    Attributes:
+        work: What the hooks want together.
+        places: Whether to find out where calls come from.
+        links: Whether to link backward calls to forward ones.
+        sink: Where records go, or None.
+        written: The roles whose values these have.
+        checker: Checks products, or None.
+    """
+
+    work: Work
+    places: bool
+    links: bool
+    sink: Sink | None
+    written: tuple[str, ...]
+    checker: Checker | None
+
+
 class Chunk(Protocol):
     """Calls that kernels have noted, oldest first. They take 90 bytes each, and `row` makes objects of them."""
 

@@ -14,7 +14,18 @@ from typing import Any, Protocol
 from opintercept._core.call import OpCall
 from opintercept._core.call_site import CallSite
 from opintercept._core.hook import Handle
-from opintercept._core.in_kernel import ROLES, CallRanges, Checker, Chunk, Found, InKernel, RecordWriter, Sink, Work
+from opintercept._core.in_kernel import (
+    ROLES,
+    CallRanges,
+    Checker,
+    Chunk,
+    Found,
+    InKernel,
+    Plan,
+    RecordWriter,
+    Sink,
+    Work,
+)
 from opintercept._core.record import NOTED_WHOLE, PendingRecord
 
 
@@ -27,7 +38,7 @@ class Ring(Protocol):
     def set_unseen(self, count: int, /) -> None: ...
     def attach(self, rows: Any, /) -> None: ...
     def suspend(self) -> None: ...
-    def plan(self, *what: Any) -> bool: ...
+    def plan(self, plan: Plan, /) -> bool: ...
     def sink(self) -> Sink: ...
     def checker(self) -> Checker: ...
     def take(self, waits: bool, /) -> tuple[tuple[Any, ...], dict[str, Found], tuple[Any, ...]] | None: ...
@@ -90,22 +101,8 @@ class NotedCalls:
                 sink = work.writes.serve(self.ring.sink)
             if work is not None and work.checker is not None:
                 checker = work.checker.use(self.ring.checker)
-        while not self.ring.plan(
-            together.rows,
-            together.finite,
-            together.waits,
-            together.later,
-            links.names_all or links.wanted,
-            links.wanted,
-            together.settings,
-            together.times,
-            together.reads,
-            together.hashed,
-            together.target,
-            sink,
-            written,
-            checker,
-        ):
+        plan = Plan(together, links.names_all or links.wanted, links.wanted, sink, written, checker)
+        while not self.ring.plan(plan):
             flush()  # another thread has added one
         return True
 

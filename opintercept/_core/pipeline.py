@@ -340,9 +340,8 @@ class Pipeline:
         handles = [h for h in self.backward if not h.removed and (h.wants is None or h.wants(call))]
         return self._tap(self, call, handles) if handles and self._tap is not None else None
 
-    def beside_kernel(
+    def begin_call(
         self,
-        call: OpCall | None,
         spec: Spec,
         func: Any,
         phase: Phase,
@@ -350,61 +349,78 @@ class Pipeline:
         kwargs: dict[str, Any],
         index: int,
         place: CallSite | None,
-        started: int,
         overwritten: Overwritten,
-        ran: bool,
+        noted: bool,
+    ) -> OpCall:
+        """Show the hooks a call that runs in a kernel which could not note it, or not all that they want to know.
+
+        A call that writes to its arguments is shown before it runs, others once they have run.
+
+        Args:
+            spec: As for `run`, as are func, phase, args and kwargs.
+            index: The number of the call.
+            place: Where it comes from, or None.
+            overwritten: What has been read of the arguments that it writes to.
+            noted: Whether it is noted, so that only hooks that look for what is not finite are told.
+
+        Returns:
+            The call, for `end_call`.
+        """
+        call = None
+        begun = False
+        try:
+            self.flush()
+            call = OpCall(self, spec, func, phase, args, kwargs, index)
+            call.call_site = place
+            if overwritten:
+                call.once(OVERWRITTEN, partial(_same, overwritten))
+            _before(self, call, self._told(self.pre, noted))
+            if spec.opaque and not noted:
+                self.count_opaque(spec.name)
+            begun = True
+            return call
+        finally:
+            if call is not None and not begun:
+                call.owner = None
+            del call, args, kwargs, overwritten  # as in `run`
+
+    def end_call(
+        self,
+        call: OpCall,
+        spec: Spec,
         output: Any,
         exception: BaseException | None,
+        started: int,
         elapsed: float,
         timed: Any,
         noted: bool,
         judged: bool,
-    ) -> OpCall | tuple[Any, ...] | None:
-        """Run the hooks of a call that runs in a kernel which could not note it, or not all that they want to know.
-
-        A call that writes to its arguments is shown before it runs and again afterwards, others once afterwards.
+    ) -> tuple[Any, ...] | None:
+        """Show the hooks the end of a call that `begin_call` has shown.
 
         Args:
-            call: What this returned before the operator ran; None if it was not asked.
-            spec: As for `run`, as are func, phase, args and kwargs.
-            index: The number of the call.
-            place: Where it comes from, or None.
-            started: When the operator started, in nanoseconds since 1970: a while ago if other threads ran.
-            overwritten: What has been read of the arguments that it writes to.
-            ran: Whether the operator has run. The next four are only then known.
+            call: The call.
+            spec: As for `run`.
             output: What the operator returned.
             exception: What it raised instead, or None.
+            started: When the operator started, in nanoseconds since 1970: a while ago if other threads ran.
             elapsed: The operator's time.
             timed: As `OpCall.timed`.
-            noted: Whether it is noted, so that only hooks that look for what is not finite are told.
+            noted: As for `begin_call`.
             judged: Whether a device reads the call's tensors for these, so that they can be told later instead.
 
         Returns:
-            The call if the operator has yet to run. Otherwise what holds for all calls that look like this one: their
-            summary, their autocast dtype, and what `NotedCalls.learn` returns; None if kernels cannot note them.
+            What holds for all calls that look like this one: their summary, their autocast dtype, and what
+            `NotedCalls.learn` returns; None if kernels cannot note them.
         """
-        began = perf_counter() - (time_ns() - started) / 1e9
-        goes_on = False
+        call.began = perf_counter() - (time_ns() - started) / 1e9
         try:
-            if call is None:
-                self.flush()
-                call = OpCall(self, spec, func, phase, args, kwargs, index)
-                call.call_site, call.timed = place, timed
-                if overwritten:
-                    call.once(OVERWRITTEN, partial(_same, overwritten))
-                _before(self, call, self._told(self.pre, noted))
-                if spec.opaque and not noted:
-                    self.count_opaque(spec.name)
-                if not ran:
-                    goes_on = True
-                    return call
-            call.began = began
             if exception is not None:
                 _report((self,), [call], exception)
                 return None
-            call.output, call.elapsed = output, elapsed
+            call.output, call.elapsed, call.timed = output, elapsed, timed
             if output is None:
-                call.output = spec.result(func, call.args, call.kwargs)
+                call.output = spec.result(call.func, call.args, call.kwargs)
             learned = None if self.queue is None or noted else self.queue.learn(call)
             shared = None if learned is None else (call.summary, self.origin.autocast(call), *learned)
             told = self._told(self.post, noted)
@@ -413,9 +429,8 @@ class Pipeline:
             _after(self, call, spec, call.args, call.kwargs, told)
             return shared
         finally:
-            if call is not None and not goes_on:
-                call.owner = None
-            del call, args, kwargs, output, exception, overwritten  # as in `run`
+            call.owner = None
+            del call, output, exception  # as in `run`
 
     def _told(self, handles: tuple[Handle, ...], noted: bool) -> Iterable[Handle]:
         """Which hooks see a call in Python."""

@@ -28,7 +28,8 @@ _ENTRIES: tuple[CodeType, ...] = tuple(
     function.__code__
     for function in (
         pipeline.run,
-        pipeline.Pipeline.beside_kernel,
+        pipeline.Pipeline.begin_call,
+        pipeline.Pipeline.end_call,
         pipeline.Pipeline.lasting_call_site,
         pipeline.Pipeline.forward_of,
         pipeline.Pipeline.link_in_function,

@@ -25,17 +25,17 @@ STEPS = 20
 def profiled(*others: Any) -> dict[str, Any]:
     """The rows of a model's steps, how many calls were shown in Python, and how long all took on the host."""
     shown = []
-    show = Pipeline.beside_kernel
+    show = Pipeline.begin_call
 
     def counted(self: Pipeline, *what: Any) -> Any:
-        shown.append(what[1].name)
+        shown.append(what[0].name)
         return show(self, *what)
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).to("toy")
     x, profile = torch.randn(2, 8).to("toy"), hooks.Profile()
     began = time.perf_counter()
-    with mock.patch.object(Pipeline, "beside_kernel", counted), intercept([profile, *others], engine="compiled"):
+    with mock.patch.object(Pipeline, "begin_call", counted), intercept([profile, *others], engine="compiled"):
         for _ in range(STEPS):
             model(x).sum().backward()
     rows = profile.rows()

@@ -32,7 +32,7 @@ from opintercept._origin import links, stack
 
 # Methods of `Pipeline`.
 _CALLED = (
-    *("begin_backward", "beside_kernel", "deliver", "flush", "forward_of", "lasting_call_site"),
+    *("begin_backward", "begin_call", "deliver", "end_call", "flush", "forward_of", "lasting_call_site"),
     *("link", "link_in_function", "number_of"),
 )
 

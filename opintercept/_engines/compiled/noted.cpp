@@ -26,8 +26,8 @@ using namespace opintercept;
 
 // See `set_up_notes`.
 PyObject *state, *rings_of_watch;
-PyObject *number_of_name, *lasting_call_site_name, *link_name, *links_name, *forward_of_name, *beside_kernel_name,
-    *deliver_name, *flush_name, *link_in_function_name, *begin_backward_name;
+PyObject *number_of_name, *lasting_call_site_name, *link_name, *links_name, *forward_of_name, *begin_call_name,
+    *end_call_name, *deliver_name, *flush_name, *link_in_function_name, *begin_backward_name;
 Slot state_everywhere, scope_everywhere, scope_carried, scope_notes, watch_row, watch_hidden;
 
 struct Entry {
@@ -457,31 +457,22 @@ struct NotedCall {
     }
   }
 
-  // Shows the hooks a call in Python, before it runs, which returns the call, or once it has, which returns what they
-  // learn. Of a call that has a row, only those that look whether values are finite.
-  // With `judged`, those are told later.
-  PyObject* show(
-      Part& part, bool ran, PyObject* output, PyObject* exception, bool has_row = false, bool judged = false) {
-    Hidden hooks(entry.hidden, entry.hidden_scope, scope);
-    HandedOver checked(part.checked.get());
-    bool again = part.begun != nullptr;
-    THPObjectPtr args(again ? PyTuple_New(0) : positional_of(overload, values)),
-        kwargs(again ? PyDict_New() : keywords_of(overload, values)), read(check(PyList_New(0)));
+  // Shows the hooks in Python that a call begins. Of a call that has a row, only those that look whether values are
+  // finite.
+  void begin(Part& part, bool has_row) const {
+    THPObjectPtr args(positional_of(overload, values)), kwargs(keywords_of(overload, values)),
+        read(check(PyList_New(0)));
     for (auto& [tensor, ends] : before) {
       THPObjectPtr each(Py_BuildValue("(Ndd)", wrapped(tensor), ends.low, ends.high));
       if (each.get() == nullptr || PyList_Append(read.get(), each.get()) < 0) {
         check(nullptr);
       }
     }
-    THPObjectPtr index(check(PyLong_FromLongLong(part.row.index))),
-        started(check(PyLong_FromLongLong(part.row.started)));
-    THPObjectPtr seconds(check(PyFloat_FromDouble(elapsed)));
+    THPObjectPtr index(check(PyLong_FromLongLong(part.row.index)));
     THPObjectPtr phase(check(PyUnicode_FromString(backward ? "backward" : "forward")));
-    THPObjectPtr time(check(device::as_python(part.row.timing)));
-    return check(PyObject_CallMethodObjArgs(
+    part.begun.reset(check(PyObject_CallMethodObjArgs(
         pipeline_of(part.ring),
-        beside_kernel_name,
-        again ? part.begun.get() : Py_None,
+        begin_call_name,
         entry.row,
         overload.in_python().overload,
         phase.get(),
@@ -489,11 +480,37 @@ struct NotedCall {
         kwargs.get(),
         index.get(),
         backward ? Py_None : part.known->place(part.row.place),
-        started.get(),
         read.get(),
-        ran ? Py_True : Py_False,
+        has_row ? Py_True : Py_False,
+        nullptr)));
+  }
+
+  void show_before(Part& part) const {
+    Hidden hooks(entry.hidden, entry.hidden_scope, scope);
+    HandedOver checked(part.checked.get());
+    begin(part, false);
+  }
+
+  // Shows the hooks a call that has run, and returns what they learn of it. With `judged`, those that look whether values
+  // are finite are told later.
+  PyObject* show(Part& part, PyObject* output, PyObject* exception, bool has_row = false, bool judged = false) const {
+    Hidden hooks(entry.hidden, entry.hidden_scope, scope);
+    HandedOver checked(part.checked.get());
+    if (part.begun == nullptr) {
+      begin(part, has_row);
+    }
+    THPObjectPtr started(check(PyLong_FromLongLong(part.row.started)));
+    THPObjectPtr seconds(check(PyFloat_FromDouble(elapsed)));
+    THPObjectPtr time(check(device::as_python(part.row.timing)));
+    const auto call = std::move(part.begun);
+    return check(PyObject_CallMethodObjArgs(
+        pipeline_of(part.ring),
+        end_call_name,
+        call.get(),
+        entry.row,
         output,
         exception,
+        started.get(),
         seconds.get(),
         time.get(),
         has_row ? Py_True : Py_False,
@@ -816,8 +833,7 @@ void tell(
       call.settle_before();
     }
     THPObjectPtr output(outputs_to_python(call.overload, stack, count));
-    THPObjectPtr look(call.show(part, true, output.get(), Py_None, noted, later && !noted));
-    part.begun.reset();
+    THPObjectPtr look(call.show(part, output.get(), Py_None, noted, later && !noted));
     if (look.get() != Py_None && part.described) {
       part.ring->remember_look(part.known, key, look.get(), number_in(PyTuple_GET_ITEM(look.get(), 3)));
     }
@@ -919,7 +935,7 @@ bool opintercept::ran_noted(
     part.row.backward = call.backward;
     part.row.forward = part.row.grad_of = -1;
     part.row.place = UNKNOWN;
-    if (call.backward ? part.plan().links && !call.find_forward(part) : part.plan().place && !call.find_place(part)) {
+    if (call.backward ? part.plan().links && !call.find_forward(part) : part.plan().places && !call.find_place(part)) {
       return false;
     }
     if (in_function && part.plan().links && !part.generated) {
@@ -972,7 +988,7 @@ bool opintercept::ran_noted(
     }
     if (call.writes() && part.rows && !part.ring->knows(part.known, key.text)) {
       Locked locked;
-      part.begun.reset(call.show(part, false, Py_None, Py_None));
+      call.show_before(part);
     }
   }
   call.given.assign(call.values, call.values + count);
@@ -993,8 +1009,7 @@ bool opintercept::ran_noted(
     Locked locked;
     THPObjectPtr exception(exception_of(std::current_exception()));
     for (Part& part : call.parts) {
-      THPObjectPtr(call.show(part, true, Py_None, or_none(exception.get())));
-      part.begun.reset();
+      THPObjectPtr(call.show(part, Py_None, or_none(exception.get())));
     }
     throw;
   }
@@ -1112,7 +1127,8 @@ PyObject* opintercept_set_up_notes(PyObject*, PyObject* args) {
   link_name = PyUnicode_InternFromString("link");
   links_name = PyUnicode_InternFromString("links");
   forward_of_name = PyUnicode_InternFromString("forward_of");
-  beside_kernel_name = PyUnicode_InternFromString("beside_kernel");
+  begin_call_name = PyUnicode_InternFromString("begin_call");
+  end_call_name = PyUnicode_InternFromString("end_call");
   deliver_name = PyUnicode_InternFromString("deliver");
   flush_name = PyUnicode_InternFromString("flush");
   link_in_function_name = PyUnicode_InternFromString("link_in_function");

@@ -638,53 +638,44 @@ bool find_roles(PyObject* names, std::array<bool, ROLES>& found) {
   return true;
 }
 
-// plan(rows, finite, waits, later, place, links, settings, times, roles, hashed, target or None, sink or None, its roles, checker or None)
-// -> whether it is set; not while there are rows
-PyObject* set_plan(PyObject* self, PyObject* args) {
-  auto plan = std::make_shared<Plan>();
-  int rows, finite, waits, later, place, links, settings, times, hashed;
-  PyObject *roles, *target, *sink, *written, *checker;
-  if (!PyArg_ParseTuple(
-          args,
-          "ppppppppO!pOOO!O",
-          &rows,
-          &finite,
-          &waits,
-          &later,
-          &place,
-          &links,
-          &settings,
-          &times,
-          &PyTuple_Type,
-          &roles,
-          &hashed,
-          &target,
-          &sink,
-          &PyTuple_Type,
-          &written,
-          &checker)) {
+PyObject* field(PyObject* object, const char* name) { // borrowed from a tuple with names
+  THPObjectPtr found(check(PyObject_GetAttrString(object, name)));
+  return found.get();
+}
+
+bool holds(PyObject* object, const char* name) {
+  return field(object, name) == Py_True;
+}
+
+// plan(plan) -> whether it is set; not while there are rows
+PyObject* set_plan(PyObject* self, PyObject* wanted) {
+  try {
+    PyObject* work = field(wanted, "work");
+    auto plan = std::make_shared<Plan>();
+    plan->rows = holds(work, "rows");
+    plan->finite = holds(work, "finite");
+    plan->waits = holds(work, "waits");
+    plan->later = holds(work, "later");
+    plan->settings = holds(work, "settings");
+    plan->times = holds(work, "times");
+    plan->hashed = holds(work, "hashed");
+    plan->places = holds(wanted, "places");
+    plan->links = holds(wanted, "links");
+    PyObject* target = field(work, "target");
+    plan->has_target = target != Py_None;
+    if ((plan->has_target && !PyArg_ParseTuple(target, "dd", &plan->target.tiny, &plan->target.huge)) ||
+        !find_roles(field(work, "reads"), plan->reads) || !find_roles(field(wanted, "written"), plan->written)) {
+      return nullptr;
+    }
+    PyObject *sink = field(wanted, "sink"), *checker = field(wanted, "checker");
+    plan->writes = sink == Py_None ? nullptr : records_of(sink);
+    plan->checker = checker == Py_None ? nullptr : checker_of(checker);
+    plan->owned = {Py_NewRef(sink), Py_NewRef(checker)};
+    return PyBool_FromLong(ring_of(self)->set_plan(std::move(plan)));
+  } catch (...) {
+    set_error(std::current_exception());
     return nullptr;
   }
-  plan->rows = rows;
-  plan->finite = finite;
-  plan->waits = waits;
-  plan->later = later;
-  plan->place = place;
-  plan->links = links;
-  plan->settings = settings;
-  plan->times = times;
-  plan->hashed = hashed;
-  plan->has_target = target != Py_None;
-  if (plan->has_target && !PyArg_ParseTuple(target, "dd", &plan->target.tiny, &plan->target.huge)) {
-    return nullptr;
-  }
-  if (!find_roles(roles, plan->reads) || !find_roles(written, plan->written)) {
-    return nullptr;
-  }
-  plan->writes = sink == Py_None ? nullptr : records_of(sink);
-  plan->checker = checker == Py_None ? nullptr : checker_of(checker);
-  plan->owned = {Py_NewRef(sink), Py_NewRef(checker)};
-  return PyBool_FromLong(ring_of(self)->set_plan(std::move(plan)));
 }
 
 PyObject* sink(PyObject*, PyObject*) {
@@ -730,7 +721,7 @@ PyMethodDef ring_methods[] = {
     {"set_unseen", set_unseen, METH_O, nullptr},
     {"attach", attach, METH_O, nullptr},
     {"suspend", suspend, METH_NOARGS, nullptr},
-    {"plan", set_plan, METH_VARARGS, nullptr},
+    {"plan", set_plan, METH_O, nullptr},
     {"sink", sink, METH_NOARGS, nullptr},
     {"checker", checker, METH_NOARGS, nullptr},
     {"take", take, METH_O, nullptr},

@@ -28,9 +28,9 @@ constexpr uint32_t UNKNOWN = UINT32_MAX;
 // Releases references; without the GIL, queues them for the next holder.
 void give_up(std::vector<PyObject*> objects);
 
-// What the hooks of a ring want of each call, see `_core.in_kernel.Work`.
+// What the hooks of a ring want of each call, see `_core.in_kernel.Plan`.
 struct Plan {
-  bool rows = false, finite = false, waits = false, later = false, place = false, links = false, settings = false;
+  bool rows = false, finite = false, waits = false, later = false, places = false, links = false, settings = false;
   bool times = false; // whether calls on devices are timed there
   bool hashed = false, has_target = false;
   std::array<bool, ROLES> reads{};
