@@ -32,8 +32,8 @@ ready: dict[Any, bool] = {}
 """Whether the kernel is loaded on a device, by its number; none of those that nobody has read from.
 
 The kernels for checks are by `(number, "checks")`."""
-reason = ""
-"""Why the kernel does not read on some device, in one line."""
+reasons: dict[bool, str] = {}
+"""Why the kernel does not read on some device, in one line, and with True as the key, why those for checks do not."""
 unread: Counter[str] = Counter()
 """How many tensors of each kind torch's operators have read, since the kernel could not."""
 _is_set_up = False
@@ -145,16 +145,16 @@ def _enter(module: Any, number: int) -> None:
 
 
 def _load(device: torch.device, number: int, checks: bool) -> bool:
-    global reason
     module: Any = library.find().module
     try:
         _enter(module, number)
         code = nvrtc.code_for(architecture_of(device), torch.version.cuda or "", checks)
         module.load_on_device(number, code, checks)
     except Exception as error:  # whatever a driver, a compiler or a file system is not ready for
-        reason = str(error)
+        reasons[checks] = str(error)
         level = logging.INFO if module is None or torch.version.hip else logging.WARNING
-        logging.getLogger("opintercept").log(level, "opintercept: values on devices are %s", told())
+        what = f"products on devices are checked {_instead(True)}" if checks else f"values on devices are {told()}"
+        logging.getLogger("opintercept").log(level, "opintercept: %s", what)
         return False
     return True
 
@@ -167,12 +167,16 @@ def architecture_of(device: torch.device) -> str:
 
 def told() -> str:
     """What reads, for `info`."""
-    if reason:
-        return f"read with torch's operators, since {reason}"
+    if False in reasons:
+        return f"read {_instead(False)}"
     if not ready:
         return "read in one launch, once there are any"
     others = ", ".join(f"{count} of {kind}" for kind, count in unread.most_common(3))
     return "read in one launch" + (f", and with torch's operators: {others}" if others else "")
+
+
+def _instead(checks: bool) -> str:
+    return f"with torch's operators, since {reasons[checks]}"
 
 
 @in_child

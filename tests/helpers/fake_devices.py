@@ -58,7 +58,7 @@ def on_fake_devices(module: Any = None) -> Iterator[pytest.MonkeyPatch]:
         patch.setattr(on_device, "DRIVER", driver()._name)
         patch.setattr(on_device, "architecture_of", lambda _: "sm_90")
         patch.setattr(nvrtc, "code_for", lambda *_: CODE)
-        for name, empty in (("ready", {}), ("reason", ""), ("unread", Counter()), ("_is_set_up", False)):
+        for name, empty in (("ready", {}), ("reasons", {}), ("unread", Counter()), ("_is_set_up", False)):
             patch.setattr(on_device, name, empty)
         yield patch
     behave()

@@ -237,7 +237,7 @@ if __name__ == "__main__":
     print(
         "ready:",
         on_device.is_ready(place, checks=True),
-        on_device.reason,
+        on_device.reasons,
         f"{time.perf_counter() - began:.1f} s",
         flush=True,
     )

@@ -82,6 +82,22 @@ def test_without_nvrtc_torchs_operators_read(caplog: pytest.LogCaptureFixture) -
         assert len(caplog.messages) == 1
 
 
+def test_checks_that_cannot_be_loaded_are_told_by_themselves(caplog: pytest.LogCaptureFixture) -> None:
+    def code_for(_architecture: str, _cuda: str, checks: bool = False) -> bytes:
+        if checks:
+            raise RuntimeError("it does not compile")
+        return fake_cuda.CODE
+
+    with fake_devices.on_fake_devices() as patch, caplog.at_level(logging.WARNING, "opintercept"):
+        patch.setattr(nvrtc, "code_for", code_for)
+        assert not on_device.is_ready(TENSOR.device, checks=True)
+        assert on_device.is_ready(TENSOR.device)
+        assert on_device.told() == "read in one launch"
+    assert caplog.messages == [
+        "opintercept: products on devices are checked with torch's operators, since it does not compile"
+    ]
+
+
 def test_without_the_library_torchs_operators_read_and_nobody_warns(caplog: pytest.LogCaptureFixture) -> None:
     expected = by_torch(TENSOR)
     with fake_devices.on_fake_devices() as patch, caplog.at_level(logging.WARNING, "opintercept"):
