@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from opintercept import intercept, runs
-from opintercept.runs.store.records import CALL, CALLS, FIGURES, SHARED_TEXTS, SLOTS, TENSOR, TENSORS, Array, seal
+from opintercept._native.layout import FIGURES, SLOTS
+from opintercept.runs.store.records import CALL, CALLS, SHARED_TEXTS, TENSOR, TENSORS, Array, seal
 from opintercept.runs.store.run import INFO
 
 _PARTED = 0x5555_5555_5555_5555  # changes a hash

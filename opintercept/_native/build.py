@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 import torch
 
 from opintercept._core.errors import OpInterceptError
+from opintercept._native import layout
 
 _PACKAGE = Path(__file__).parents[1]
 _FOLDERS = tuple(_PACKAGE / each for each in ("_engines/compiled", "_native", "_native/device", "_native/vectors"))
@@ -135,6 +136,7 @@ def library_name() -> str:
     for source in (*SOURCES, *HEADERS):
         known.update(source.name.encode() + b"\0" + hashlib.sha256(source.read_bytes()).digest())
     for part in (
+        layout.header(),
         *COMPILE,
         *LINK,
         *(flag for name in SETS for flag in _flags_of(name)),
@@ -249,6 +251,8 @@ def _compile(library: Path) -> None:
     python = sysconfig.get_path("include", "posix_prefix")  # other schemes may name a folder without the headers
     includes = [torchs / "include", torchs / "include/torch/csrc/api/include", python]
     flags = [*COMPILE, *(word for path in includes for word in ("-isystem", str(path)))]
+    (library.parent / "layout.h").write_text(layout.header())
+    flags.append(f"-I{library.parent}")
     compiling = []
     objects = []
     for source, more, made in _objects():

@@ -15,9 +15,6 @@
 
 namespace opintercept {
 
-const char* const ROLE_NAMES[ROLES] = {
-    "lhs", "rhs", "bias", "value", "output", "output.1", "output.2", "attn_mask", "grad_out", "logsumexp"};
-
 namespace {
 
 // `runs.store.records.checks_of`
@@ -103,7 +100,7 @@ bool Records::put(
   call.elapsed = row.elapsed;
   call.signature = signature;
   call.site = site;
-  call.phase = row.backward ? 2 : 1; // the place among the choices of `CallRecord.phase`
+  call.phase = row.backward ? BACKWARD : FORWARD;
   call.grad_of = static_cast<uint8_t>(row.grad_of + 1);
   std::array<StoredTensor, ROLES> found{};
   size_t count = 0;
@@ -314,57 +311,12 @@ PyObject* forget_parent(PyObject* self, PyObject*) {
   Py_RETURN_NONE;
 }
 
-// layout() -> the offsets of the fields of each record, and then its size
-PyObject* layout(PyObject*, PyObject*) {
-  constexpr size_t row = sizeof(uint32_t), rows = offsetof(StoredCall, rows);
-  static_assert(ROLES == 10);
-  return Py_BuildValue(
-      "{s(nnnnnnnnnnnnnnnnnnnnnnnnn)s(nnnnnnnnn)}",
-      "call",
-      offsetof(StoredCall, check),
-      offsetof(StoredCall, index),
-      offsetof(StoredCall, step),
-      offsetof(StoredCall, forward),
-      offsetof(StoredCall, started),
-      offsetof(StoredCall, thread),
-      offsetof(StoredCall, elapsed),
-      offsetof(StoredCall, text),
-      offsetof(StoredCall, signature),
-      offsetof(StoredCall, site),
-      offsetof(StoredCall, lap),
-      rows,
-      rows + row,
-      rows + 2 * row,
-      rows + 3 * row,
-      rows + 4 * row,
-      rows + 5 * row,
-      rows + 6 * row,
-      rows + 7 * row,
-      rows + 8 * row,
-      rows + 9 * row,
-      offsetof(StoredCall, phase),
-      offsetof(StoredCall, grad_of),
-      offsetof(StoredCall, has),
-      sizeof(StoredCall),
-      "tensor",
-      offsetof(StoredTensor, check),
-      offsetof(StoredTensor, hash),
-      offsetof(StoredTensor, nan),
-      offsetof(StoredTensor, inf),
-      offsetof(StoredTensor, min),
-      offsetof(StoredTensor, max),
-      offsetof(StoredTensor, mean),
-      offsetof(StoredTensor, rms),
-      sizeof(StoredTensor));
-}
-
 PyMethodDef records_methods[] = {
     {"open", open, METH_VARARGS, nullptr},
     {"put", put, METH_VARARGS, nullptr},
     {"take", take, METH_O, nullptr},
     {"close", close, METH_NOARGS, nullptr},
     {"forget_parent", forget_parent, METH_NOARGS, nullptr},
-    {"layout", layout, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

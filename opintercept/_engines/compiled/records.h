@@ -1,4 +1,5 @@
 // The records of calls and of tensors that a run consists of, see `runs/store/records.py`, and where kernels put them.
+// `layout.h` is made of `_native/layout.py`: their fields, and the roles, of which each has a slot in a record.
 
 #pragma once
 
@@ -8,6 +9,7 @@
 #include "../../_native/values.h"
 
 #include <c10/util/SmallVector.h>
+#include <layout.h>
 
 #include <array>
 #include <cstdint>
@@ -16,11 +18,6 @@
 #include <vector>
 
 namespace opintercept {
-
-// The order of `_core.in_kernel.ROLES`: operands, from OUTPUT on three outputs, and further operands. They are the
-// slots of a record.
-constexpr size_t ROLES = 10, VALUE = 3, OUTPUT = 4, AFTER_OUTPUTS = OUTPUT + 3;
-extern const char* const ROLE_NAMES[ROLES];
 
 struct Values {
   bool known = false;
@@ -40,22 +37,6 @@ struct Row {
   uint32_t look, place; // what `Ring` remembers
   bool backward;
   int8_t grad_of; // -1, 0 for lhs, 1 for rhs
-};
-
-// As `runs.store.records.CALL` and `TENSOR`, which `layout` is compared with.
-struct StoredCall {
-  uint64_t check;
-  int64_t index, step, forward, started, thread;
-  double elapsed;
-  uint64_t text;
-  uint32_t signature, site, lap, rows[ROLES];
-  uint8_t phase, grad_of, has, pad;
-};
-
-struct StoredTensor {
-  uint64_t check, hash;
-  uint32_t nan, inf;
-  double min, max, mean, rms;
 };
 
 // Keeps records until somebody takes them, or writes them into mapped files over the oldest ones.

@@ -60,7 +60,7 @@ from opintercept.runs.record.writer import (
 )
 from opintercept.runs.store.codec import role_of
 from opintercept.runs.store.flight import FLIGHT, MOST_SLOTS, NOTHING, Flight
-from opintercept.runs.store.records import Encoder, check_layout, writes_as_kernels
+from opintercept.runs.store.records import Encoder, writes_as_kernels
 from opintercept.runs.store.run import INFO, RunInfo, TensorMode
 from opintercept.runs.store.untrusted import MAX_TEXT
 
@@ -463,7 +463,6 @@ class RunRecorder:
         """Let kernels write."""
         if self._sink is None:
             self._sink = make()
-            check_layout(self._sink.layout())
             self._open_sink()
         return self._sink
 

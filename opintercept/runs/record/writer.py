@@ -23,12 +23,13 @@ import numpy as np
 from opintercept._core.errors import OpInterceptError
 from opintercept._core.in_kernel import Sink
 from opintercept._core.record import PendingRecord
+from opintercept._native.layout import SLOTS
 from opintercept._values.stats import Values
 from opintercept.runs.record.claim import LOCK, Claim, check_unclaimed
 from opintercept.runs.store import records
 from opintercept.runs.store.flight import FLIGHT, Snapshot
 from opintercept.runs.store.processes import SUMMARY
-from opintercept.runs.store.records import CALL, CALL_TEXTS, CALLS, SHARED_TEXTS, SLOTS, TENSOR, Encoder, seal
+from opintercept.runs.store.records import CALL, CALL_TEXTS, CALLS, SHARED_TEXTS, TENSOR, Encoder, seal
 from opintercept.runs.store.run import INFO, TENSORS, RunInfo, child_folders, rank_folders, read_info
 from opintercept.runs.store.texts import MAX_LINE
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from opintercept._core.errors import OpInterceptError
 from opintercept._core.record import CallRecord
+from opintercept._native.layout import CHOICES, FIGURES, FORMATS, IN_SITE, SLOTS
 from opintercept._values.stats import Values
 from opintercept.runs.store.codec import CallSignature, CallText, StoredCall, StoredCallSite, call_text
 from opintercept.runs.store.files import open_plain, read_plain
@@ -30,14 +31,9 @@ from opintercept.runs.store.records import (
     CALL,
     CALL_TEXTS,
     CALLS,
-    CHOICES,
-    FIGURES,
-    FORMATS,
-    IN_SITE,
     IN_TEXT,
     ROLES,
     SHARED_TEXTS,
-    SLOTS,
     TENSOR,
     TENSORS,
     TEXTS,

@@ -13,8 +13,9 @@ import numpy as np
 
 from opintercept._core.errors import OpInterceptError, needs
 from opintercept._core.record import CallRecord
+from opintercept._native.layout import FIGURES, RARE, SLOTS
 from opintercept.runs.store.columns import MORE, PLACES, Columns
-from opintercept.runs.store.records import FIGURES, IN_TEXT, RARE, SLOTS, Array, Arrays
+from opintercept.runs.store.records import IN_TEXT, Array, Arrays
 
 Run = Any  # a `Run`, whose file imports this one
 ROWS = 1 << 20  # of a file

@@ -18,20 +18,10 @@ import numpy as np
 
 from opintercept._core.in_kernel import Sink
 from opintercept._core.record import PendingRecord
+from opintercept._native.layout import LEFT_OUT, SLOTS
 from opintercept._values.stats import Values
 from opintercept.runs.store.files import read_plain
-from opintercept.runs.store.records import (
-    CALL,
-    LEFT_OUT,
-    ROWS_OF_CALL,
-    SHARED_TEXTS,
-    SLOTS,
-    TENSOR,
-    Array,
-    Encoder,
-    checks_of,
-    seal,
-)
+from opintercept.runs.store.records import CALL, ROWS_OF_CALL, SHARED_TEXTS, TENSOR, Array, Encoder, checks_of, seal
 from opintercept.runs.store.texts import members_of
 
 FLIGHT_CALLS, FLIGHT_TENSORS, FLIGHT_TEXTS = "flight-calls.bin", "flight-tensors.bin", "flight-texts.jsonl"

@@ -1,8 +1,8 @@
 """The two tables of a run: a fixed record for each call, and one for the values of each tensor that was read.
 
-The fields of a call's record follow from those of `CallRecord`. Kernels write the same bytes, see
-`_engines/compiled/records.h`. Invariant: a record is whole if its first word is its check; a torn or damaged one is
-found by that. Needs numpy. Must not import torch.
+`_native/layout.py` has their fields. Kernels write the same bytes, see `_engines/compiled/records.cpp`. Invariant: a
+record is whole if its first word is its check; a torn or damaged one is found by that. Needs numpy. Must not import
+torch.
 """
 
 from __future__ import annotations
@@ -11,17 +11,16 @@ import json
 import math
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from operator import attrgetter
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from opintercept._core.call_site import NOWHERE, CallSite
-from opintercept._core.errors import OpInterceptError
-from opintercept._core.record import OWN, CallRecord, PendingRecord, Summary, plain
+from opintercept._core.record import OWN, PendingRecord, Summary, plain
+from opintercept._native import layout
+from opintercept._native.layout import CHOICES, FORMATS, HINTS, IN_SITE, SLOTS
 from opintercept._ops.slots import slots_of
 from opintercept._values.splitmix import splitmix64
 from opintercept._values.stats import Values
@@ -34,60 +33,15 @@ CALLS, TENSORS, CALL_TEXTS = "calls.bin", "tensors.bin", "texts.jsonl"
 SHARED_TEXTS = ("signatures.jsonl", "sites.jsonl")
 """The files of a process: its two tables, the texts of calls, and those that calls share."""
 
-# The roles that have a place in a call's record, by the names of its fields, in the order of `_core.in_kernel.ROLES`.
-# Other tensors take places of operands that are free, see `_ops.slots`.
-SLOTS = {"lhs": "lhs", "rhs": "rhs", "bias": "bias", "value": "value", "output": "output", "output1": "output.1"}
-SLOTS |= {"output2": "output.2", "attn_mask": "attn_mask", "grad_out": "grad_out", "logsumexp": "logsumexp"}
 ROLES = {role: slot for slot, role in SLOTS.items()}
-FIGURES = ("min", "max", "mean", "rms")
 TEXTS = ("more", "tensors", "given", "error", "own")
 """What the text of a call may have, in the order of the bits of `has`: values of other roles, and so on."""
-IN_SITE, IN_SIGNATURE = ("module", "source"), "autocast"
-"""The fields of a call that its call site has, and the one that calls which look alike share."""
-
-
-def choices_of(hint: Any) -> tuple[str, ...]:
-    """The texts that a field may have; empty if it may have others."""
-    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    return tuple(choice for part in parts if get_origin(part) is Literal for choice in get_args(part))
-
-
-def _format_of(hint: Any) -> str | None:
-    """How a record holds a field; None if it is no number. -1 and NaN stand for None, as does the choice 0."""
-    if choices_of(hint):
-        return "|u1"
-    kinds = (set(get_args(hint)) or {hint}) - {NoneType}
-    return {frozenset((int,)): "<i8", frozenset((float,)): "<f8", frozenset((bool,)): "|i1"}.get(frozenset(kinds))
-
-
-_hints = {
-    name: hint for name, hint in get_type_hints(CallRecord).items() if name in OWN.keys() - {*IN_SITE, IN_SIGNATURE}
-}
-RARE = tuple(each.name for each in fields(CallRecord) if each.metadata.get("rare"))
-_formats = {name: _format_of(hint) for name, hint in _hints.items() if name not in RARE}
-FORMATS = {name: format for name, format in _formats.items() if format is not None}
-CHOICES = {name: (None, *choices) for name, hint in _hints.items() if (choices := choices_of(hint))}
-IN_TEXT = tuple(name for name in _hints if name not in FORMATS)
+IN_TEXT = tuple(name for name in HINTS if name not in FORMATS)
 """Fields that were added and are no numbers, or that few calls have."""
-
-
-def _dtype() -> Any:
-    """The dtype of a call's record: its fields in falling order of size, so that C++ lays them out alike."""
-    fields = [("check", "<u8"), *((name, kind) for name, kind in FORMATS.items() if kind[1:] in ("i8", "f8"))]
-    fields += [("text", "<u8"), ("signature", "<u4"), ("site", "<u4"), ("lap", "<u4")]
-    fields += [*((slot, "<u4") for slot in SLOTS), *((name, kind) for name, kind in FORMATS.items() if kind[0] == "|")]
-    fields.append(("has", "|u1"))
-    return np.dtype([*fields, ("pad", f"|V{-np.dtype(fields).itemsize % 8}")])
-
-
-CALL: Any = _dtype()
-TENSOR: Any = np.dtype(
-    [("check", "<u8"), ("hash", "<u8"), ("nan", "<u4"), ("inf", "<u4"), *((name, "<f8") for name in FIGURES)]
-)
+CALL: Any = np.dtype(layout.CALL)
+TENSOR: Any = np.dtype(layout.TENSOR)
 ROWS_OF_CALL = len(SLOTS)
 """How many tensors a call of a flight recorder has room for."""
-LEFT_OUT = 1 << 7
-"""The bit of `has` of a call whose text had no room in a flight recorder."""
 
 
 def described() -> dict[str, list[list[str]]]:
@@ -204,7 +158,7 @@ class Encoder:
             if place < 0 and said.pop("given", None) is not None:  # the call cannot be run again
                 return self.record(note, arguments, values, tensors, None, error, row, text)
             if place < 0:
-                place, has = 0, LEFT_OUT
+                place, has = 0, layout.LEFT_OUT
         roles = tuple([(role, each.count, each.hash is not None) for role, each in values.items()])
         numbers = self.signature(note, arguments, roles), self.site(note.call_site), 0
         return _pack_call(0, *_large_numbers(note), place, *numbers, *rows, *_small_numbers(note), has)
@@ -239,14 +193,4 @@ KERNELS_WRITE = frozenset(("index", "step", "phase", "forward", "grad_of", "star
 
 def writes_as_kernels() -> bool:
     """Return whether kernels write all fields of a record. If not, each call is recorded in Python."""
-    return KERNELS_WRITE.issuperset(_hints)
-
-
-def check_layout(layout: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse kernels that do not lay records out as this file does: at these offsets, followed by the size."""
-    for name, kind in (("call", CALL), ("tensor", TENSOR)):
-        own = (*(offset for field, (_, offset, *_) in kind.fields.items() if field != "pad"), kind.itemsize)
-        if layout[name] != own:
-            raise OpInterceptError(
-                f"kernels must lay out {name!r} as {own}, got {layout[name]}; run `opintercept build`"
-            )
+    return KERNELS_WRITE.issuperset(HINTS)
