@@ -27,6 +27,14 @@ def test_the_last_calls_before_an_exception_have_their_values(late: bool) -> Non
     assert on_device == on_cpu
 
 
+def test_the_last_calls_are_in_the_files_before_a_device_has_read_their_values() -> None:
+    hung, then, later, last = on_a_device("device_edges.py", "hung", "--late", "--driver")
+    assert hung == [[0, 0], [1, 0], [2, 0], [3, 0]]
+    assert then == [[1, 0], [2, 3], [3, 3], [4, 0]]  # hooks have seen the first two in Python
+    assert later == [[7, 0], [8, 0], [9, 0], [10, 0]]
+    assert last == [[8, 3], [9, 3], [10, 3], [11, 0]]
+
+
 @pytest.mark.parametrize("late", [False, True], ids=["", "late copies"])
 def test_results_are_those_of_the_values_at_the_call(late: bool) -> None:
     rows, findings = on_a_device("device_edges.py", "freed", *["--late"] * late)

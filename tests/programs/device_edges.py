@@ -13,16 +13,20 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import fake_cuda
 import torch
 import toy_device
 from torch import Tensor, nn
 
 from opintercept import hooks, intercept, runs
+from opintercept._native.layout import SLOTS
 from opintercept._values import precision
 from opintercept.hooks.checksum import arithmetic
+from opintercept.runs.store.flight import snapshot
 
 
 def network() -> tuple[nn.Sequential, Tensor]:
@@ -71,6 +75,23 @@ def flight() -> Any:
             found.append(
                 [(c.record.index, c.error, {r: (v.hash, v.count) for r, v in c.values.items()}) for c in calls]
             )
+    return found
+
+
+def hung() -> Any:
+    """The calls in the files of a flight recorder, with the numbers of their values, while the device is busy."""
+    x = torch.eye(5).to("toy")
+    found = []
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        intercept(runs.RunRecorder(f"{folder}/run", flight=4), engine="compiled"),
+    ):
+        for calls in (4, 1, 6, 1):
+            for _ in range(calls):
+                torch.mm(x, x)
+            last = snapshot(Path(folder, "run"))  # as another process reads them
+            found.append([(int(call["index"]), sum(bool(call[slot]) for slot in SLOTS)) for call in last.calls])
+            fake_cuda.behave(late=True)  # what is late comes now
     return found
 
 
@@ -391,6 +412,7 @@ def captured() -> Any:
 CASES: dict[str, Callable[[], Any]] = {
     "all": all_operators,
     "flight": flight,
+    "hung": hung,
     "freed": freed,
     "passed": passed,
     "memory": memory,

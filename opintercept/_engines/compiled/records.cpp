@@ -1,6 +1,7 @@
 // The records of `runs/store/records.py` for calls that do not become Python objects.
 //
 // Invariant: the record of a call that is being written does not check, and those of its tensors are bound to its lap.
+// In a mapped file, the record of a tensor that a device has not read does not check, either.
 
 #include "records.h"
 
@@ -140,10 +141,14 @@ void Records::put(StoredCall call, std::vector<StoredTensor>& found) {
 void Records::put(StoredCall& call, std::array<StoredTensor, ROLES>& found, size_t count, c10::ArrayRef<Late> late) {
   {
     std::lock_guard lock(mutex);
-    if (late.empty() && unfinished.empty()) {
-      return write(call, found.data(), count);
+    const bool is_mapped = to_calls != nullptr, is_whole = late.empty() && (is_mapped || unfinished.empty());
+    if (is_mapped || is_whole) {
+      write(call, found.data(), count, late); // also what a device may never read: that call is looked for
     }
-    unfinished.push_back({call, found, count, {late.begin(), late.end()}}); // in the order of the calls
+    if (is_whole) {
+      return;
+    }
+    unfinished.push_back({call, found, count, {late.begin(), late.end()}, next - 1}); // in the order of the calls
   }
   write_finished(false);
 }
@@ -168,12 +173,16 @@ void Records::write_finished(bool waits) {
     }
     oldest->finish();
     std::lock_guard lock(mutex);
-    write(oldest->call, oldest->tensors.data(), oldest->count);
+    if (to_calls == nullptr) {
+      write(oldest->call, oldest->tensors.data(), oldest->count);
+    } else {
+      write_late(*oldest);
+    }
     unfinished.pop_front();
   }
 }
 
-void Records::write(StoredCall& call, StoredTensor* found, size_t count) {
+void Records::write(StoredCall& call, StoredTensor* found, size_t count, c10::ArrayRef<Late> late) {
   if (!is_open) {
     return; // outside of the block
   }
@@ -192,11 +201,29 @@ void Records::write(StoredCall& call, StoredTensor* found, size_t count) {
   // this.
   to_calls[slot].check = 0;
   for (size_t i = 0; i < count && i < rows_of_call; i++) {
-    found[i].check = check_of(found[i], lap);
-    to_tensors[slot * rows_of_call + i] = found[i];
+    auto is_it = [&](const Late& each) { return call.rows[each.role] == i + 1; };
+    if (std::none_of(late.begin(), late.end(), is_it)) {
+      found[i].check = check_of(found[i], lap);
+      to_tensors[slot * rows_of_call + i] = found[i];
+    }
   }
+  call.has |= late.empty() ? 0 : LATE;
   call.check = check_of(call, 0);
   to_calls[slot] = call;
+}
+
+void Records::write_late(Unfinished& finished) {
+  if (next > finished.number + slots) {
+    return; // written over
+  }
+  const uint64_t first = finished.number % slots * rows_of_call;
+  for (const Late& each : finished.late) {
+    if (const uint32_t row = finished.call.rows[each.role]; row != 0 && row <= rows_of_call) {
+      StoredTensor& tensor = finished.tensors[row - 1];
+      tensor.check = check_of(tensor, finished.number / slots + 1);
+      to_tensors[first + row - 1] = tensor;
+    }
+  }
 }
 
 bool Records::open(PyObject* call_buffer, PyObject* tensor_buffer, uint64_t room, uint64_t before) {

@@ -68,18 +68,22 @@ class Records {
     size_t role;
     device::Pending pending;
   };
-  struct Unfinished { // a call with such tensors, or one behind it
+  // A call with such tensors, or one behind it. That of a mapped file is written already, but for these tensors.
+  struct Unfinished {
     StoredCall call;
     std::array<StoredTensor, ROLES> tensors;
     size_t count;
     c10::SmallVector<Late, ROLES> late;
+    uint64_t number; // of the call in a mapped file
 
     bool has_arrived() const;
     void finish();
   };
 
   void put(StoredCall& call, std::array<StoredTensor, ROLES>& found, size_t count, c10::ArrayRef<Late> late);
-  void write(StoredCall& call, StoredTensor* tensors, size_t count); // with the mutex
+  // With the mutex. Of the tensors that a device still reads only the places, if to a mapped file.
+  void write(StoredCall& call, StoredTensor* tensors, size_t count, c10::ArrayRef<Late> late = {});
+  void write_late(Unfinished& finished); // their values, if the file still has the call
 
   std::mutex mutex;
   std::mutex writing; // held by who writes the oldest of the unfinished calls

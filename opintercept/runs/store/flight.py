@@ -18,7 +18,7 @@ import numpy as np
 
 from opintercept._core.in_kernel import Sink
 from opintercept._core.record import PendingRecord
-from opintercept._native.layout import LEFT_OUT, SLOTS
+from opintercept._native.layout import LATE, LEFT_OUT, SLOTS
 from opintercept._values.stats import Values
 from opintercept.runs.store.files import read_plain
 from opintercept.runs.store.records import CALL, ROWS_OF_CALL, SHARED_TEXTS, TENSOR, Array, Encoder, checks_of, seal
@@ -164,11 +164,14 @@ def snapshot(folder: Path, dtypes: tuple[Any, Any] = (CALL, TENSOR)) -> Snapshot
     laps = np.resize(np.repeat(calls["lap"], ROWS_OF_CALL), len(tensors))
     whole = np.append(tensors["check"] == checks_of(tensors, laps), True)
     found, kept = calls[places], (calls["has"][places] & LEFT_OUT) == 0
+    late = (found["has"] & LATE) != 0
+    found["has"] &= ~np.uint8(LATE)
     for slot in SLOTS:
         number = found[slot].astype(np.int64)
         row = np.where(number > 0, number + places * ROWS_OF_CALL, 0)
         fits = (number <= ROWS_OF_CALL) & (row <= len(tensors))
         row[~fits] = 0
+        row[late & ~whole[row - 1]] = 0  # a device has not read it
         kept &= fits & whole[row - 1]
         found[slot] = row
     for call in np.flatnonzero(kept & (found["text"] > 0)).tolist():
