@@ -94,6 +94,7 @@ class Spec(Protocol):
     def result(self, func: Any, args: Any, kwargs: Any, /) -> Any: ...
     def returned(self, func: Any, args: Any, kwargs: Any, /) -> list[Any]: ...
     def scale_tensors(self, args: Any, kwargs: Any, /) -> list[Any]: ...
+    def tokens(self, func: Any, args: Any, kwargs: Any, /) -> dict[int, Any]: ...
     def written(self, func: Any, args: Any, kwargs: Any, /) -> list[Any]: ...
 
 
@@ -355,6 +356,19 @@ class OpCall:
                 named = roles.get(id(tensor))
                 found[named.pop(0) if named else part] = unflipped(tensor)
         return found
+
+    def tokens(self) -> dict[int, torch.Tensor]:
+        """What the call reads or writes of paged caches, by the `id` of each cache: `[tokens, ...]`, copied.
+
+        Empty for an operator of which no pack of opintercept says how it finds them.
+        """
+        found: dict[int, torch.Tensor] = self._spec.tokens(self.func, self.args, self.kwargs)
+        return found
+
+    @property
+    def overwritten(self) -> Collection[str]:
+        """The names of the parameters that the operator writes to without reading them."""
+        return self._spec.overwritten
 
     @property
     def options(self) -> dict[str, Any]:

@@ -137,9 +137,7 @@ class KernelEngine(Engine):
         return {
             name: overload
             for name, overload in sorted(found.items())
-            if row_of(name).kind == "leaf"
-            and not _overloads.is_composite(overload)
-            and _overloads.is_runnable(overload)
+            if row_of(name).kind in _overloads.WATCHED and _overloads.arrives_whole(overload)
         }
 
     def version(self, families: tuple[str, ...]) -> Any:

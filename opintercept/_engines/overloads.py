@@ -40,6 +40,11 @@ def is_runnable(overload: torch._ops.OpOverload) -> bool:
     return any(has_kernel(overload.name(), key) for key in _BACKENDS)  # type: ignore[misc]
 
 
+def arrives_whole(overload: torch._ops.OpOverload) -> bool:
+    """Whether the overload reaches dispatch level, and has a kernel there in this build of torch."""
+    return row_of(overload.name()).kind == "bare" or (is_runnable(overload) and not is_composite(overload))
+
+
 # The dispatch keys at which operators compute; those of the first two call other operators.
 # fmt: off
 _BACKENDS = (
@@ -164,12 +169,13 @@ def everything(but: Collection[str], among: frozenset[str] | None = None) -> Ove
     if among is None:
         names = {name for key in _BACKENDS for name in registered(key)}
         names.difference_update(registered("CompositeImplicitAutograd"))
+        bare = [key for key, row in ROWS.copy().items() if row.kind == "bare"]
+        names.update(overload.name() for key in bare for overload in overloads(key))
     else:
-        found = [overload for name in among for overload in overloads(exact(name))]
-        names = {overload.name() for overload in found if is_runnable(overload) and not is_composite(overload)}
+        names = {each.name() for name in among for each in overloads(exact(name)) if arrives_whole(each)}
     names.difference_update(_BY_REFERENCE, _UNREACHED, but)
     rows = ROWS.copy()
-    return Named(sorted(n for n in names if not n.startswith(_NOT_COMPUTING) and _row(rows, n).kind == "leaf"))
+    return Named(sorted(n for n in names if not n.startswith(_NOT_COMPUTING) and _row(rows, n).kind in WATCHED))
 
 
 def _row(rows: Mapping[str, Op], name: str) -> Op:
@@ -177,6 +183,8 @@ def _row(rows: Mapping[str, Op], name: str) -> Op:
 
 
 _OTHER = Op("")
+WATCHED = ("leaf", "outer", "bare")
+"""The kinds of operators that kernels show whole."""
 
 
 def skipped() -> Overloads:

@@ -274,8 +274,8 @@ class Scope:
         if alone and active[0].engine.is_leaf(key):
             inner = hidden  # saves two switches: no Python runs inside that could enter a block
         else:
-            # Watchers that see this operator do not see its inner steps. The others do.
-            inside = self.inside | set(found)
+            # Watchers that see this operator do not see its inner steps, unless it is an outer one. The others do.
+            inside = self.inside if row_of(key).kind == "outer" else self.inside | set(found)
             inner = Scope(self.blocks, self.carried, inside=inside, floor=self._above(), owner=self.owner)
         return Watch(row_of(key), pipelines, hidden, inner)
 

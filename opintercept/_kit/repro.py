@@ -55,6 +55,7 @@ def plain_arguments(
     before: Mapping[str, torch.Tensor],
     keep: Callable[[torch.Tensor], Any],
     place: Callable[[torch.Tensor], Any] | None = None,
+    tokens: Mapping[int, torch.Tensor] | None = None,
 ) -> dict[str, Any]:
     """The arguments of a running call as JSON can hold them: `{"args": [...], "kwargs": {...}}`.
 
@@ -63,11 +64,14 @@ def plain_arguments(
     TypeError. `before` has earlier copies of the operands that the operator has overwritten, by their name in
     `OpCall.tensors`. `keep` gets strided tensors, which may have conjugate or negative bits. With `place`, each tensor
     has `"memory"` too, which it returns, and the outputs are there as `"outputs": [...]`, without a `"tensor"`.
+    `tokens` are what stands for paged caches, see `OpCall.tokens`.
     """
     tensors = call.tensors
     old = {id(tensors[name]): tensor for name, tensor in before.items() if name in tensors}
+    parts = tokens or {}
 
     def plain(value: Any) -> Any:
+        value = parts.get(id(value), value)
         if isinstance(value, torch.Tensor):
             given, value = value, old.get(id(value), value)
             if value.layout is not torch.strided or value.is_quantized or value.is_nested:
@@ -94,6 +98,7 @@ def plain_arguments(
     }
     if place is not None:
         outputs = call.output if isinstance(call.output, (list, tuple)) else [call.output]
+        outputs = [parts.get(id(each), each) for each in outputs]
         strided = [each if isinstance(each, torch.Tensor) and is_strided(each) else None for each in outputs]
         found["outputs"] = [
             None if each is None else {"shape": list(each.shape), "memory": place(each)} for each in strided

@@ -19,12 +19,12 @@ _NAMED = {
         "native_layer_norm native_group_norm native_batch_norm cudnn_batch_norm miopen_batch_norm fused_rms_norm"
         " native_batch_norm_legit native_batch_norm_legit_functional native_batch_norm_legit_no_training"
         " batch_norm_with_update batch_norm_with_update_functional batch_norm_no_update batch_norm layer_norm"
-        " group_norm rms_norm instance_norm local_response_norm"
+        " group_norm rms_norm instance_norm local_response_norm fused_add_rms_norm"
     ),
     "activation": (
         "relu relu6 gelu silu mish elu celu selu leaky_relu prelu prelu_kernel rrelu rrelu_with_noise hardswish"
         " hardsigmoid hardtanh hardshrink softshrink softplus softsign tanhshrink threshold glu sigmoid tanh"
-        " log_sigmoid logsigmoid log_sigmoid_forward"
+        " log_sigmoid logsigmoid log_sigmoid_forward silu_and_mul gelu_and_mul gelu_tanh_and_mul"
     ),
     "softmax": "softmax log_softmax softmin safe_softmax masked_softmax sparse_softmax sparse_log_softmax",
     "copy": "copy clone copy_from copy_from_and_resize lift_fresh_copy foreach_copy foreach_clone contiguous to",

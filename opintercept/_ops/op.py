@@ -18,6 +18,7 @@ import torch
 from opintercept._core.errors import OpInterceptWarning
 from opintercept._core.gemm import Gemm
 from opintercept._core.tensors import describe, is_tensor, named_tensors
+from opintercept._ops.pages import Pages
 from opintercept._ops.scratch import OVERWRITES, torchs_name
 
 Family = Literal["gemm", "low precision", "sparse", "attention", "fused", "foreign", "convolution", "other"]
@@ -26,8 +27,10 @@ Family = Literal["gemm", "low precision", "sparse", "attention", "fused", "forei
 #   composite  Decomposed above autograd. Whole only at function level, or under inference_mode.
 #   seen       As itself, but its inner matmuls pass through the dispatcher too. The kernel engine watches those;
 #              a dispatch mode cannot, and gets one opaque call.
+#   outer      As itself, and so does what it runs, of which some may be no operator: kernels show both.
+#   bare       As itself under inference_mode, since its one kernel is for all dispatch keys and calls no operator.
 #   patched    Not at all. It is a Python function, which is replaced while a block is open.
-Kind = Literal["leaf", "composite", "seen", "patched"]
+Kind = Literal["leaf", "composite", "seen", "outer", "bare", "patched"]
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 FlopsRule = Callable[["Op", Args, Kwargs], int | None]
@@ -77,6 +80,7 @@ class Op:
         scales: The position and the keyword of each argument with scales of a quantised operand.
         dequantize: By role, what computes the operand's values from the arguments of a call, by name.
         reference: What computes the same as the operator, from the same arguments.
+        pages: How it finds the tokens of a paged cache, if it has one.
         declared: What `register_op` was given, until `fitted` has a schema or a signature to find the arguments in.
         func: The overload or function in whose schema or signature it has found them.
     """
@@ -91,6 +95,7 @@ class Op:
     scales: tuple[tuple[int, str], ...] = ()
     dequantize: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     reference: Callable[..., Any] | None = None
+    pages: Pages | None = None
     declared: Declared | None = None
     func: Any = None
 
@@ -113,6 +118,8 @@ class Op:
     @property
     def overwritten(self) -> tuple[str, ...]:
         """The parameters that the operator writes to without reading them."""
+        if self.pages is not None and self.pages.slots is not None:
+            return self.pages.caches
         return ("self",) if torchs_name(self.name) in OVERWRITES else ()
 
     def scale_tensors(self, args: Args, kwargs: Kwargs) -> list[Any]:
@@ -230,6 +237,10 @@ class Op:
             return self.argument("out", args, kwargs)
         written = self.written(func, args, kwargs)
         return tuple(written) if len(written) > 1 else written[0] if written else None
+
+    def tokens(self, func: Any, args: Args, kwargs: Kwargs) -> dict[int, torch.Tensor]:
+        """Return what a call reads or writes of paged caches, by the identity of each cache."""
+        return {} if self.pages is None else self.pages.tokens(bound(parameters_of(func), args, kwargs))
 
     def written(self, func: Any, args: Args, kwargs: Kwargs) -> list[Any]:
         """Return the program's tensors that a call writes its result to: those of `out=` and in-place forms."""

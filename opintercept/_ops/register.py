@@ -19,6 +19,7 @@ from opintercept._core.checks import check_choice
 from opintercept._core.errors import OpInterceptWarning, caller_level
 from opintercept._ops import patched_functions
 from opintercept._ops.op import Declared, Family, Kind, Layout, Op, parameters_of
+from opintercept._ops.pages import Pages
 from opintercept._ops.patched_functions import is_patched
 from opintercept._ops.table import ROWS, exact, overloads
 
@@ -195,6 +196,8 @@ def offer_ops(
     dequantize: Callable[..., torch.Tensor] | Mapping[str, Callable[..., torch.Tensor]] | None = None,
     family: Family = "foreign",
     opaque: bool = False,
+    kind: Kind | None = None,
+    within: int = 1,
 ) -> None:
     """Declare operators for a pack, as `register_op` does, unless the program or torch's own table has declared them.
 
@@ -205,20 +208,26 @@ def offer_ops(
         targets: The names of packets, or the places of functions. The row of one overload would win over what the
             program declares for all.
         arguments: Their arguments as `role:parameter`: the roles of `register_op`, `scale` for one of the scales, and
-            `value` for that of an attention.
+            `value` for that of an attention. Of paged caches, `cache`, `slots`, `table` and `lengths`, see `Pages`;
+            such an argument may have another role, too.
         layout: As for `register_op`, and so are the formulas.
-        family: What kind of operators they are. Those of attention are opaque.
+        family: What kind of operators they are. Those of attention are opaque, and others are no products.
         opaque: Whether they multiply inside, where no single product can be seen.
+        kind: How they reach the kernels, if not as leaves.
+        within: The dimension of a cache that counts the tokens of a page.
     """
     words = [word.split(":") for word in arguments.split()]
-    roles = {role: parameter for role, parameter in words if role != "scale"}
-    scales = [parameter for role, parameter in words if role == "scale"]
+    named: dict[str, str] = dict(words)
+    roles = {role: named[role] for role in named if role not in ("scale", "cache", "slots", "table", "lengths")}
+    scales, caches = ([parameter for role, parameter in words if role == of] for of in ("scale", "cache"))
+    pages = Pages(tuple(caches), within, *map(named.get, ("slots", "table", "lengths"))) if caches else None
     for target in targets.split():
         key, row = _row(target, roles, scales, layout, gemm, flops, dequantize, None)
         if (text := _misfit(key, row)) is not None:
             warnings.warn(text, OpInterceptWarning, stacklevel=2)
             continue
-        ROWS.offer(key, replace(row, family=family, opaque=opaque or family == "attention"))
+        opaque = opaque or family == "attention"
+        ROWS.offer(key, replace(row, family=family, opaque=opaque, kind=kind or row.kind, pages=pages))
 
 
 def _row(

@@ -130,8 +130,8 @@ def _computes(op: str, kernel: GeneratedKernel) -> bool:
 
 
 def family_of(row: Op) -> str:
-    """Return the family of `ops=` to which a row belongs."""
-    return "convolution" if row.family == "convolution" else "matmul"
+    """Return the family of `ops=` to which a row belongs; `"other"` if it is no product."""
+    return row.family if row.family in ("convolution", "other") else "matmul"
 
 
 def select(entries: Iterable[Any], level: Literal["function", "dispatch"]) -> frozenset[Any]:

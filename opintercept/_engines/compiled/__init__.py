@@ -105,7 +105,7 @@ def _rings_of(watch: scope.Watch, overload: torch._ops.OpOverload) -> tuple[Any,
     """What kernels need to know to note the calls of an operator; None if the hooks have to see each of them.
 
     An operator with inner steps to be seen is left to Python. So are those whose operands are codes or come in lists,
-    and those that write to an argument outputs whose size depends on values.
+    those of which a part of a cache is read, and those that write to an argument outputs whose size depends on values.
 
     Returns:
         The rings of the pipelines that see it; whether it is opaque; the places of its operands; those of other
@@ -118,7 +118,7 @@ def _rings_of(watch: scope.Watch, overload: torch._ops.OpOverload) -> tuple[Any,
     rings = tuple(pipeline.queue.ring for pipeline in watch.pipelines if pipeline.queue is not None)
     if len(rings) != len(watch.pipelines) or watch.inner is not watch.hidden:
         return None
-    if row.kind != "leaf" or row.scales or row.dequantize:
+    if row.kind != "leaf" or row.scales or row.dequantize or row.pages is not None:
         return None
     schema = overload._schema
     short = torchs_name(row.name)

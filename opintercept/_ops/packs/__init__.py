@@ -13,6 +13,7 @@ from opintercept._core.errors import OpInterceptWarning, caller_level
 
 PACKS = {
     "_C": "vllm",
+    "_C_cache_ops": "vllm",
     "_moe_C": "vllm",
     "_vllm_fa2_C": "vllm",
     "_vllm_fa3_C": "vllm",

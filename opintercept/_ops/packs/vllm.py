@@ -115,11 +115,70 @@ offer_ops(
 # Attention. Where the keys are in a cache, only the device knows how many there are.
 offer_ops(
     "_C::paged_attention_v1 _C::paged_attention_v2",
-    "lhs:query rhs:key_cache value:value_cache out:out",
+    "lhs:query rhs:key_cache value:value_cache out:out"
+    " cache:key_cache cache:value_cache table:block_tables lengths:seq_lens",
     family="attention",
+    within=3,
 )
 offer_ops("_C::sm100_cutlass_mla_decode", "lhs:q_nope rhs:kv_c_and_k_pe_cache out:out", family="attention")
 offer_ops(
-    "_vllm_fa2_C::varlen_fwd _vllm_fa3_C::fwd", "lhs:q rhs:k value:v", flops=flash_attention(), family="attention"
+    "_vllm_fa2_C::varlen_fwd",
+    "lhs:q rhs:k value:v cache:k cache:v table:block_table lengths:seqused_k",
+    flops=flash_attention(),
+    family="attention",
 )
-offer_ops("_vllm_fa2_C::fwd_kvcache", "lhs:q rhs:kcache value:vcache", family="attention")
+offer_ops(
+    "_vllm_fa3_C::fwd",
+    "lhs:q rhs:k value:v cache:k cache:v table:page_table lengths:seqused_k",
+    flops=flash_attention(),
+    family="attention",
+)
+offer_ops(
+    "_vllm_fa2_C::fwd_kvcache",
+    "lhs:q rhs:kcache value:vcache cache:kcache cache:vcache table:block_table lengths:seqlens_k",
+    family="attention",
+)
+offer_ops(
+    "_C::cpu_attention_with_kv_cache",
+    "lhs:query rhs:key_cache value:value_cache out:output"
+    " cache:key_cache cache:value_cache table:block_table lengths:seq_lens",
+    family="attention",
+    kind="bare",
+    within=2,
+)
+offer_ops(
+    "_C::mla_decode_kvcache",
+    "lhs:query rhs:kv_cache out:out cache:kv_cache table:block_tables lengths:seq_lens",
+    family="attention",
+)
+# It finds keys of earlier tokens by itself, in a kernel of whatever library.
+offer_ops(
+    "vllm::unified_attention_with_output",
+    "lhs:query rhs:key value:value out:output",
+    family="attention",
+    kind="outer",
+)
+offer_ops("vllm::unified_kv_cache_update", family="other", kind="outer")
+
+# What puts keys and values into a cache.
+offer_ops(
+    "_C_cache_ops::reshape_and_cache", "cache:key_cache cache:value_cache slots:slot_mapping", family="other", within=3
+)
+offer_ops(
+    "_C_cache_ops::reshape_and_cache_flash", "cache:key_cache cache:value_cache slots:slot_mapping", family="other"
+)
+offer_ops(
+    "_C_cache_ops::concat_and_cache_mla _C::concat_and_cache_mla_cpu",
+    "cache:kv_cache slots:slot_mapping",
+    family="other",
+)
+offer_ops(
+    "_C::cpu_attn_reshape_and_cache",
+    "cache:key_cache cache:value_cache slots:slot_mapping",
+    family="other",
+    kind="bare",
+    within=2,
+)
+
+# What writes to `out` and does not read it.
+offer_ops("_C::rms_norm _C::silu_and_mul _C::gelu_and_mul _C::gelu_tanh_and_mul", "out:out", family="other")

@@ -36,13 +36,14 @@ from opintercept._engines.scope import unwatched
 from opintercept._kit.per_call import PerCall
 from opintercept._kit.repro import plain_arguments
 from opintercept._ops.families import makes_values
-from opintercept._ops.scratch import FOR_PROGRAM, OVERWRITES, SCRATCH, UNREAD, UPDATED, UPDATES, torchs_name
+from opintercept._ops.scratch import FOR_PROGRAM, SCRATCH, UNREAD, UPDATED, UPDATES, torchs_name
 from opintercept._ops.slots import OUTPUT_ARGUMENT, OUTPUTS, slots_of
 from opintercept._ranks.rank import rank_and_world_size
 from opintercept._values.content import LOTS, Content, content_of
 from opintercept._values.copies import can_store, copied, safetensors_for
 from opintercept._values.late import Lot, place_of
 from opintercept._values.read import is_captured, leaves_out_captured, warn_of_memory
+from opintercept._values.stats import Values
 from opintercept.runs.record.claim import Claim, check_free, names_in, taken
 from opintercept.runs.record.description import at_first_call, described, with_devices
 from opintercept.runs.record.memory import MemoryNumbers
@@ -72,6 +73,8 @@ _MOST_ITEMS, _DEPTH = 1000, 3  # of an option that is a list
 _NUMBER = struct.Struct("=I")
 MOST_WAITING = 1 << 13  # calls of kernels that may wait to be written
 _MOST_SHAPES = 1024  # for which the places of a sample are remembered
+_MANY = 1 << 16  # numbers of a tensor that is stored as one number if all are equal
+_LARGE = 1 << 24  # bytes of a tensor of which views are not stored again
 
 
 class RunMember(Protocol):
@@ -438,7 +441,7 @@ class RunRecorder:
         if not (written or updated) or self.tensors == "none" or _is_unread(call):
             return
         before = {}
-        for role, tensor in _inputs(call).items():
+        for role, tensor in _inputs(call, {}).items():
             if leaves_out_captured(tensor, self, self._joins_graphs):
                 return
             if role in updated or any(share_memory(tensor, target) for target in written):
@@ -481,7 +484,7 @@ class RunRecorder:
         """The number of the call's signature, for kernels; None if it has more tensors than they read."""
         if self._waits:
             self._wake()
-        tensors = _tensors(call, whole=False) if self.tensors == "stats" else []
+        tensors = _tensors(call, whole=False, tokens={}) if self.tensors == "stats" else []
         if len(slots_of(role for role, _ in tensors)) < len(tensors):
             return None
         roles = tuple((role, tensor.numel(), True) for role, tensor in tensors)
@@ -617,7 +620,8 @@ class RunRecorder:
         full = self.tensors == "full" or (failed and self.flight is not None)
         keeps = self._keeps(failed=failed)
         places: dict[int, int] = {}
-        for role, tensor in _tensors(call, whole=keeps):
+        tokens = _tokens(call)
+        for role, tensor in _tensors(call, whole=keeps, tokens=tokens):
             if leaves_out_captured(tensor, self, self._joins_graphs):
                 return
             if role in before:
@@ -632,7 +636,9 @@ class RunRecorder:
                 entry.kept.append(kept)
         if full:
             # `plain_arguments` restores operands that the operator has overwritten; other tensors are restored here.
-            old = {id(tensor): before[role] for role, tensor in _inputs(call).items() if role in before}
+            old = {id(tensor): before[role] for role, tensor in _inputs(call, tokens).items() if role in before}
+
+            views = _is_unread(call)
 
             def keep(tensor: torch.Tensor) -> int:
                 if id(tensor) in old:
@@ -641,6 +647,8 @@ class RunRecorder:
                         raise TypeError("what the operator has overwritten was not copied")
                 place = places.get(id(tensor))
                 if place is None:
+                    if views and tensor.numel() * tensor.element_size() > _LARGE:
+                        raise TypeError("what computes with it stores it")
                     content = None if leaves_out_captured(tensor, self) else content_of(tensor)
                     kept = None if content is None else self._kept(tensor, content, True)
                     if kept is None:
@@ -651,7 +659,7 @@ class RunRecorder:
 
             operands = {role: tensor for role, (_, tensor) in before.items() if role in ("lhs", "rhs", "bias")}
             try:
-                entry.given = plain_arguments(call, operands, keep, self._memory.place)
+                entry.given = plain_arguments(call, operands, keep, self._memory.place, tokens)
             except TypeError:  # the call cannot be run again
                 entry.given = None
 
@@ -673,7 +681,9 @@ class RunRecorder:
             if (clone := self._clones.get(key)) is not None:
                 return QueuedTensor(clone, None, content, not full)
         try:
-            if full and tensor.device.type == "cpu":
+            if full and known is not None and known.count >= _MANY and _is_uniform(tensor, known):
+                clone, ready = tensor[(0,) * tensor.dim()].cpu().clone().expand(tensor.shape), None
+            elif full and tensor.device.type == "cpu":
                 clone, ready = tensor.clone(memory_format=torch.contiguous_format), None
             else:
                 clone, ready = copied(tensor.contiguous() if full else self._sampled(tensor), "cpu")
@@ -713,6 +723,15 @@ class RunRecorder:
         return f"RunRecorder({str(self.path)!r}, tensors={self.tensors!r})"
 
 
+def _is_uniform(tensor: torch.Tensor, known: Values) -> bool:
+    """Whether all numbers are the same bit for bit, as those of a cache that was just made."""
+    if known.nan or known.inf or known.min != known.max or tensor.is_complex():
+        return False
+    first = tensor[(0,) * tensor.dim()]
+    signs = tensor.signbit() if tensor.is_floating_point() and known.min == 0 else None  # -0.0 equals 0.0
+    return bool((tensor == first).all()) and (signs is None or bool((signs == first.signbit()).all()))
+
+
 def _contents(entry: QueuedCall) -> list[Content]:
     return [each for each in entry.values.values() if isinstance(each, Content)]
 
@@ -722,31 +741,38 @@ def _of(values: dict[str, Any], lot: Lot) -> dict[str, Any]:
     return {role: content.of(lot) if isinstance(content, Content) else content for role, content in values.items()}
 
 
-def _inputs(call: OpCall) -> dict[str, torch.Tensor]:
+def _tokens(call: OpCall) -> dict[int, torch.Tensor]:
+    """What stands for paged caches: the tokens that the call reads or writes. None while a graph is captured."""
+    return {} if is_captured((call.args, call.kwargs)) else call.tokens()
+
+
+def _inputs(call: OpCall, tokens: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors that a call reads: operands by role, then others by the name of the parameter."""
     found = {role: tensor for role in ("lhs", "rhs", "bias") if (tensor := getattr(call, role)) is not None}
     if (value := call.operand("value")) is not None:  # an attention has one
         found["value"] = value
-    overwrites = torchs_name(call.op) in OVERWRITES  # values that nobody reads, and that may be uninitialised
+    overwritten = call.overwritten  # values that nobody reads, and that may be uninitialised
     for name, tensor in list(call.tensors.items())[:_MOST_TENSORS]:
-        if not (overwrites and name.partition("[")[0] == "self"):
+        if name.partition("[")[0] not in overwritten:
             found.setdefault(OUTPUT_ARGUMENT if name == "output" else name, tensor)
-    return found
+    return {role: tokens.get(id(tensor), tensor) for role, tensor in found.items()}
 
 
-def _tensors(call: OpCall, whole: bool) -> list[tuple[str, torch.Tensor]]:
+def _tensors(call: OpCall, whole: bool, tokens: Mapping[int, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
     """What is read of a call: its inputs, and its outputs by number. Nothing of a view.
 
     Args:
+        call: The call.
         whole: Whether the call is to run again, and needs the state of random numbers too.
+        tokens: What stands for paged caches.
     """
     if _is_unread(call):
         return []
-    found = [(name, tensor) for name, tensor in _inputs(call).items() if whole or name not in SCRATCH]
+    found = [(name, tensor) for name, tensor in _inputs(call, tokens).items() if whole or name not in SCRATCH]
     most = len(OUTPUTS) if not whole and call.op in FOR_PROGRAM else 99
     for place, output in enumerate(_flat(call.output)[:most]):
         if isinstance(output, torch.Tensor):
-            found.append((role_of(place), output))
+            found.append((role_of(place), tokens.get(id(output), output)))
     return found
 
 

@@ -357,7 +357,11 @@ class Writer(threading.Thread):
         path = folder / f"{self._files:08d}.safetensors"
         part = path.with_suffix(".part")
         try:
-            save_file({name.partition("/")[2]: tensor for name, tensor in tensors.items()}, part)
+            named = {name.partition("/")[2]: tensor for name, tensor in tensors.items()}
+            shapes = {name: json.dumps([*each.shape]) for name, each in named.items() if _is_repeated(each)}
+            save_file(
+                {n: each.flatten()[0].clone() if n in shapes else each for n, each in named.items()}, part, shapes
+            )
             part.replace(path)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -442,9 +446,15 @@ def _with_names(plain: Any, names: list[str]) -> Any:
     return plain
 
 
+def _is_repeated(tensor: Any) -> bool:
+    """Whether one number in memory stands for all of a tensor."""
+    return tensor.numel() > 1 and not any(tensor.stride())
+
+
 def _stored_bytes(tensor: Any) -> int:
     """The most bytes that a tensor takes in its file: the values and their entry in the head."""
-    return int(tensor.numel() * tensor.element_size() + 160 + 20 * tensor.dim())
+    count = 1 if _is_repeated(tensor) else tensor.numel()
+    return int(count * tensor.element_size() + 200 + 40 * tensor.dim())
 
 
 def remove_run(folder: Path, claimed: bool = False, *, alone: bool = False) -> None:

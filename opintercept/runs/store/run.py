@@ -27,7 +27,7 @@ from opintercept._core.text import counted, listed, printable
 from opintercept.runs.store import processes
 from opintercept.runs.store.codec import TENSOR_NAME, StoredCall
 from opintercept.runs.store.files import open_plain, written_by_others
-from opintercept.runs.store.untrusted import WRONG, checked, field_checks, integer, items, parsed
+from opintercept.runs.store.untrusted import WRONG, checked, count, field_checks, integer, items, parsed
 
 if TYPE_CHECKING:
     import torch
@@ -441,7 +441,9 @@ class Run(Frames, Page):
         return self._parts[rank]
 
     def tensor(self, call: StoredCall, role: str, limit: int = MAX_TENSOR) -> torch.Tensor | None:
-        """The recorded values, on the CPU and contiguous; a sample has one dimension.
+        """The recorded values, on the CPU; a sample has one dimension.
+
+        They are contiguous, unless all of many are equal: then they share the memory of one.
 
         Args:
             call: A call of this run.
@@ -458,11 +460,12 @@ class Run(Frames, Page):
         """The same by the tensor's name, for tensors in `StoredCall.given`."""
 
         def values(file: Any, key: str, path: Path) -> torch.Tensor:
-            size = _size_of(file.get_slice(key))
+            part, shape = file.get_slice(key), _repeated(file, key)
+            size = _size_of(part) * (1 if shape is None else math.prod(shape))
             if size > limit:
                 raise OpInterceptError(f"tensor {name!r} in {path} has {size} bytes, more than the limit of {limit}")
             made: torch.Tensor = file.get_tensor(key)
-            return made
+            return made if shape is None else made.expand(shape)
 
         return self._of_tensor(rank, name, values)
 
@@ -470,8 +473,8 @@ class Run(Frames, Page):
         """How many elements a stored tensor has, and its dtype as safetensors writes it, without reading them."""
 
         def described(file: Any, key: str, path: Path) -> tuple[int, str]:
-            part = file.get_slice(key)
-            return math.prod(_shape_of(part)), str(part.get_dtype())
+            part, shape = file.get_slice(key), _repeated(file, key)
+            return math.prod(_shape_of(part) if shape is None else shape), str(part.get_dtype())
 
         return self._of_tensor(rank, name, described)
 
@@ -528,6 +531,17 @@ def _size_of(part: Any) -> int:
 
 def _shape_of(part: Any) -> list[int]:
     return [integer(size) for size in items(part.get_shape())]
+
+
+def _repeated(file: Any, key: str) -> list[int] | None:
+    """The shape of a tensor of which one number is stored, since all are equal; None for any other."""
+    shape = (file.metadata() or {}).get(key)
+    if shape is None:
+        return None
+    sizes = [count(size) for size in items(parsed(shape.encode()))]
+    if math.prod(sizes) > MAX_TENSOR or file.get_slice(key).get_shape():
+        raise OpInterceptError("a tensor of equal numbers must be a number and its shape")
+    return sizes
 
 
 def _refuse_special(path: Path) -> None:
