@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,9 +32,14 @@ def make(folder: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     config = LlamaConfig(vocab_size=256, num_key_value_heads=2, head_dim=32, max_position_embeddings=256, **sizes)
-    LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
+    LlamaForCausalLM(config).float().save_pretrained(folder)
 
 
 def planted(folder: Path, plant: str | None) -> Path:
@@ -87,7 +93,7 @@ def engine(folder: Path, plant: str | None, *, compiled: bool, workers: int) -> 
         Attention.__init__ = scaled
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 
-    sizes = {"max_model_len": 128, "max_num_seqs": 4, "tensor_parallel_size": workers}
+    sizes: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 4, "tensor_parallel_size": workers}
     llm = LLM(str(own), dtype="float32", enforce_eager=not compiled, skip_tokenizer_init=True, **sizes)
     chosen = SamplingParams(max_tokens=3, temperature=0, logprobs=1, detokenize=False)
     print(llm.generate([{"prompt_token_ids": PROMPT}], chosen, use_tqdm=False)[0].outputs[0].token_ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from hashlib import blake2b
 
 import torch
@@ -69,7 +70,36 @@ def shared(a: Flow, b: Flow) -> Share | None:
             found = {at for at, sample in enumerate(samples) if sample in known}
             kept[len(samples)] = kept.get(len(samples), found) & found
     shares = {Share.of(count, found) for count, found in kept.items() if 0 < len(found) < count}
-    return shares.pop() if len(shares) == 1 else None
+    return shares.pop() if len(shares) == 1 else _shared_tokens(a, b)
+
+
+def _shared_tokens(a: Flow, b: Flow) -> Share | None:
+    """The tokens of A's sequences that B computes, too, where it looks them up piece by piece.
+
+    An engine does not compute the last token of an answer. Earlier ones are taken to be computed first.
+    """
+    mine, theirs = ([*_looked_up(flow)] for flow in (a, b))
+    left = Counter(number for rows in theirs for number in rows.flatten().tolist())
+    tokens = mine[0] if mine else torch.zeros(0)
+    if tokens.dim() not in (1, 2) or not left:
+        return None
+    known = [
+        [left.subtract([n]) or left[n] >= 0 for n in each] for each in tokens.reshape(-1, tokens.shape[-1]).mT.tolist()
+    ]
+    kept = {at for at, each in enumerate(known) if all(each)}
+    return Share.of(len(known), kept) if 0 < len(kept) < len(known) else None
+
+
+def _looked_up(flow: Flow) -> Iterator[torch.Tensor]:
+    """The numbers of the rows that a program looks up in the table of its first lookup, call by call."""
+    table: str | None = None
+    for step in flow.steps:
+        regions = [region for at, (_, region) in enumerate(step.inputs) if at in step.reads]
+        real = [each for each in regions if is_real(flow.program, each)]
+        whole = [each for each in regions if each not in real and each.name is not None]
+        if step.operator == "embedding" and len(real) == len(whole) == 1 and table in (None, real[0].name):
+            table = real[0].name
+            yield flow.program.value(whole[0])
 
 
 def _inputs(flow: Flow) -> dict[tuple[int, ...], list[list[bytes]]]:

@@ -10,7 +10,7 @@ import functools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from opintercept.runs.store.columns import Array
 from opintercept.runs.why.changes.wording import biases_of
 from opintercept.runs.why.flow import LEAF, Flow, is_real
 from opintercept.runs.why.joining.calls import linked
+from opintercept.runs.why.joining.tokens import MOST, distances, same_tokens
 from opintercept.runs.why.joining.weights import Joining, Match, Side
 from opintercept.runs.why.joints import Joint, Joints, Laid, Tensor
 from opintercept.runs.why.layouts import Layout, Share, layouts
@@ -40,6 +41,8 @@ _FARTHER = 1.5  # how much nearer a later call of a chain must be to B's
 _ALIKE = 0.25  # of the square of their size that values may be off, to be in their own order for sure
 _SAMPLED = 1 << 12  # numbers that tell the layout of a tensor
 _CLEARLY = 0.5  # of the square of the distance in its own order, below which another one is that of a tensor
+_UNLIKE = 0.5  # of the square of their size that results of the same tokens may be off
+_SAME = 1e-6  # of that, that rows may be off which are joined
 _KNOWN = 0.5  # of a product that must have a counterpart
 
 
@@ -69,6 +72,14 @@ class _Piece(NamedTuple):
     tokens: tuple[Array, Array] | None  # rows of the other operand; None for all in the same order
 
 
+class _Rows(NamedTuple):
+    """The rows of calls of B, one call after the other, that are those of a tensor of A."""
+
+    steps: list[Step]
+    at: torch.Tensor  # of A
+    of: torch.Tensor  # of B
+
+
 class Counterparts:
     """The counterparts of two programs."""
 
@@ -80,6 +91,7 @@ class Counterparts:
         for step in b.steps:
             if (made := joints.made_by(step)) is not None:
                 self._named[step.operator, math.prod(made.region.shape)].append(step)
+        self._result_rows: dict[int, _Rows | None] = {}
         self.ends = self._paired_ends()
 
     @functools.cached_property
@@ -208,7 +220,7 @@ class Counterparts:
                             continue
                     same = self._product(sweep, number, bad)
                 elif same is None:
-                    same = self._same_parameter(sweep, number)
+                    same = self._same_parameter(sweep, number) or self._same_piece(sweep, number)
                 if same is not None:
                     (found if same.number == number else later[same.number]).append(same)
                 if number in bad_ends and (end := self.end(sweep, number)) is not None:
@@ -225,6 +237,8 @@ class Counterparts:
         base = sweep.made[number].base
         if number not in self.ends:
             pieces = self.by_weight.get(number, []) if self._is_product(number) else []
+            if not pieces and self._is_product(number):
+                return self._rows_of_result(base, number)
             values = self._assembled(base, number, pieces[0].step.number) if pieces else None
             made = self.joints.made_by(pieces[0].step) if pieces else None
             if values is None or made is None:
@@ -404,6 +418,94 @@ class Counterparts:
         values = nearest(self.joints.values(theirs), base)
         return Counterpart(maker, Joint(theirs, values), piece.step, "weight")
 
+    def _rows_of_result(self, base: torch.Tensor, number: int) -> Counterpart | None:
+        """B's results for some tokens of a result of A, where neither weights nor sizes tell: an engine's logits."""
+        x = base.reshape(-1, base.shape[-1])
+        if number not in self._result_rows:
+            best: tuple[float, _Rows] | None = None
+            for steps in self._unweighted.values():
+                y = self._rows(steps, x.shape[1])
+                if y is None or len(y) >= len(x) or len(x) * len(y) > MOST:
+                    continue
+                cost = distances(x, y)
+                at, of = same_tokens([cost])
+                far = float(cost[at, of].mean()) if len(of) == len(y) else math.inf
+                if far < (_UNLIKE if best is None else best[0]):
+                    best = far, _Rows(steps, torch.from_numpy(at), torch.from_numpy(of))
+            self._result_rows[number] = None if best is None else best[1]
+        found = self._result_rows[number]
+        return None if found is None else self._filled(found, base, number, "result")
+
+    def _same_piece(self, sweep: Sweep, number: int) -> Counterpart | None:
+        """What B makes of the same rows in calls whose weight is not recorded, or whose keys are in a cache."""
+        step = self.a.steps[number]
+        role = "value" if step.is_attention else "lhs"
+        name = step.stored.tensors.get(role)
+        place = next((at for at, (_, region) in enumerate(step.inputs) if region.name == name), None)
+        joint = None if place is None or name is None else self.joint_of(sweep, number, place)
+        if joint is None or not (step.is_attention or self._is_product(number)):
+            return None
+        base, given = sweep.made[number].base, joint.values
+        x = _by_token(given, step.is_attention)
+        for steps in self._unweighted.values() if not step.is_attention else self._attentions.values():
+            theirs = self._rows(steps, x.shape[1], role)
+            if theirs is None or len(x) * len(theirs) > MOST:
+                continue
+            at, of = (torch.from_numpy(each) for each in same_tokens([distances(x, theirs)]))
+            if len(of) < len(theirs) or apart(x[at], theirs[of]) > _SAME * float(theirs.square().sum()):
+                continue
+            found = self._filled(_Rows(steps, at, of), base, number, "operands")
+            if found is not None:
+                return found
+        return None
+
+    @functools.cached_property
+    def _unweighted(self) -> dict[Any, list[Step]]:
+        """The products of B whose weight is behind a handle, by where they are."""
+        groups: dict[Any, list[Step]] = defaultdict(list)
+        for step in self.b.steps:
+            record = step.stored.record
+            if record.gemm is not None and record.lhs is not None and record.rhs is None:
+                groups[record.op, record.module, record.source].append(step)
+        return groups
+
+    @functools.cached_property
+    def _attentions(self) -> dict[Any, list[Step]]:
+        """The attentions of B that are of another library, by where they are."""
+        groups: dict[Any, list[Step]] = defaultdict(list)
+        for step in self.b.steps:
+            record = step.stored.record
+            if record.opaque and "value" in step.stored.tensors and not record.op.startswith("aten::"):
+                groups[record.op, record.module, record.source].append(step)
+        return groups
+
+    def _rows(self, steps: list[Step], width: int | None, role: str = "output") -> torch.Tensor | None:
+        """What calls of B have in a role, `float64[tokens, width]`, call after call; nothing of another width."""
+        found = []
+        for step in steps:
+            name = step.stored.tensors.get(role)
+            regions = (*(region for _, region in step.inputs), *filter(None, step.outputs))
+            tensor = self.joints.of(next((each for each in regions if each.name == name and name is not None), None))
+            if tensor is None or not tensor.region.shape:
+                return None
+            found.append(self.joints.values(tensor).reshape(tensor.region.shape[0], -1))
+        widths = {each.shape[1] for each in found}
+        return torch.cat(found) if len(widths) == 1 and width in (None, *widths) else None
+
+    def _filled(self, rows: _Rows, base: torch.Tensor, number: int, by: str) -> Counterpart | None:
+        """A's output with B's in the rows that B has, of several products in one those columns that are nearest."""
+        attention = self.a.steps[number].is_attention
+        own = _by_token(base, attention)
+        values, made = self._rows(rows.steps, None), [self.joints.made_by(each) for each in rows.steps]
+        if values is None or values.shape[1] < own.shape[1]:
+            return None
+        windows = values[rows.of].unfold(1, own.shape[1], math.gcd(own.shape[1], values.shape[1]))
+        far = [apart(own[rows.at], window) for window in windows.unbind(1)]
+        filled = own.index_copy(0, rows.at, windows[:, min(range(len(far)), key=far.__getitem__)])
+        first, *others = (each for each in made if each is not None)
+        joint = Joint(first, _from_tokens(filled, base.shape, attention), False, (*others,))
+        return Counterpart(number, joint, rows.steps[0], by)
+
     def unseen_bias(self, number: int) -> torch.Tensor | None:
         """What a product of A adds to what B's product makes, which B may add where it is not recorded."""
         mine, pieces = biases_of(self.a.steps[number]), self.by_weight.get(number, [])
@@ -524,6 +626,20 @@ def _reads(step: Step, name: str, region: Region) -> bool:
     """Whether a call reads the same values under a name."""
     own = dict(step.inputs).get(name)
     return own is not None and own.name == region.name
+
+
+def _by_token(values: torch.Tensor, attention: bool) -> torch.Tensor:
+    """The values with a row for each token: of an attention's `[batch, heads, tokens, size]`, with all heads."""
+    rows = values.transpose(-3, -2) if attention and values.dim() > 2 else values
+    return rows.reshape(-1, math.prod(rows.shape[-2:]) if attention else rows.shape[-1])
+
+
+def _from_tokens(rows: torch.Tensor, shape: torch.Size, attention: bool) -> torch.Tensor:
+    """The inverse."""
+    if not attention or len(shape) < 3:
+        return rows.reshape(shape)
+    *batch, heads, tokens, size = shape
+    return rows.reshape(*batch, tokens, heads, size).transpose(-3, -2)
 
 
 def nearest(

@@ -10,7 +10,7 @@ import itertools
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -194,9 +194,11 @@ class Joints:
         found = self._find(spread) or (self._find_rows(spread) if by_rows else None)
         if found is None and (share := self.share) is not None:
             for dim in share.dims(spread.base.shape):
-                part = self._find(spread.part(functools.partial(share.part, dim=dim)))
+                own = spread.part(functools.partial(share.part, dim=dim))
+                part = self._find(own) or (self._find_rows(own) if by_rows else None)
                 if part is not None:
-                    return Joint(part.tensor, share.put(spread.base, part.values, dim))
+                    others = part.others if isinstance(part, Joint) else ()
+                    return Joint(part.tensor, share.put(spread.base, part.values, dim), part.whole, others)
         return found
 
     def _find(self, spread: Spread) -> Laid | None:
@@ -250,7 +252,7 @@ class Joints:
         wide = [
             each
             for each in self._by_name.values()
-            if len(each.region.shape) > 1 and _width(each.region.shape) == width and not each.region.weight
+            if len(each.region.shape) > 1 and width in _widths(each.region.shape) and not each.region.weight
             if not each.moments(self)[2]
         ]
         size = sum(math.prod(each.region.shape) for each in wide)
@@ -319,8 +321,12 @@ def is_trivial(values: torch.Tensor) -> bool:
 
 def _width(shape: Sequence[int]) -> int:
     """How many numbers at the end of a shape count as a row; 0 for too few."""
-    sizes = itertools.accumulate(reversed(shape), operator.mul)
-    return next((size for size in sizes if size >= _WIDE), 0)
+    return next((size for size in _widths(shape) if size >= _WIDE), 0)
+
+
+def _widths(shape: Sequence[int]) -> Iterable[int]:
+    """How many numbers at the end of a shape may be a row: those of its last dimensions, as of the heads of a token."""
+    return itertools.accumulate(reversed(shape), operator.mul)
 
 
 def content_of(name: str) -> str:

@@ -425,8 +425,8 @@ class Judge(Both):
         """Whether a result of A has a counterpart in B."""
         if number in self.last.joined or number in self.counterparts.ends:
             return True
-        if not self.partial:
-            return number in self.counterparts.by_weight
+        if not self.partial and number in self.counterparts.by_weight:
+            return True
         return number in self.last.made and self.counterparts.end(self.last, number) is not None
 
     def _notes(self, unpaired: list[int]) -> Iterator[str]:
