@@ -22,7 +22,7 @@ from opintercept.runs.store.columns import Array
 from opintercept.runs.why.changes.wording import biases_of
 from opintercept.runs.why.flow import LEAF, Flow, is_real
 from opintercept.runs.why.joining.calls import linked
-from opintercept.runs.why.joining.tokens import MOST, distances, same_tokens
+from opintercept.runs.why.joining.tokens import MOST, distances, in_order
 from opintercept.runs.why.joining.weights import Joining, Match, Side
 from opintercept.runs.why.joints import Joint, Joints, Laid, Tensor
 from opintercept.runs.why.layouts import Layout, Share, layouts
@@ -41,7 +41,7 @@ _FARTHER = 1.5  # how much nearer a later call of a chain must be to B's
 _ALIKE = 0.25  # of the square of their size that values may be off, to be in their own order for sure
 _SAMPLED = 1 << 12  # numbers that tell the layout of a tensor
 _CLEARLY = 0.5  # of the square of the distance in its own order, below which another one is that of a tensor
-_UNLIKE = 0.5  # of the square of their size that results of the same tokens may be off
+_UNLIKE = 0.5  # of the square of their size that results may be off, but for those of B's last product
 _SAME = 1e-6  # of that, that rows may be off which are joined
 _KNOWN = 0.5  # of a product that must have a counterpart
 
@@ -53,7 +53,7 @@ class Counterpart(NamedTuple):
         number: The place of the call of A.
         joint: B's values in A's layout.
         step: B's call; None if it is not known.
-        by: `"operands"`, `"weight"` or `"result"`.
+        by: `"operands"`, `"weight"`, `"parameter"`, `"piece"` for calls of an engine, or `"result"`.
     """
 
     number: int
@@ -428,36 +428,68 @@ class Counterparts:
                 if y is None or len(y) >= len(x) or len(x) * len(y) > MOST:
                     continue
                 cost = distances(x, y)
-                at, of = same_tokens([cost])
-                far = float(cost[at, of].mean()) if len(of) == len(y) else math.inf
-                if far < (_UNLIKE if best is None else best[0]):
+                at, of = in_order(cost)
+                far = float(cost[at, of].mean()) - (steps[-1].number == max(self._last_unweighted))
+                if best is None or far < best[0]:
                     best = far, _Rows(steps, torch.from_numpy(at), torch.from_numpy(of))
-            self._result_rows[number] = None if best is None else best[1]
+            self._result_rows[number] = None if best is None or best[0] > _UNLIKE else best[1]
         found = self._result_rows[number]
         return None if found is None else self._filled(found, base, number, "result")
 
     def _same_piece(self, sweep: Sweep, number: int) -> Counterpart | None:
-        """What B makes of the same rows in calls whose weight is not recorded, or whose keys are in a cache."""
-        step = self.a.steps[number]
+        """What B makes, call by call, of rows that A has: where weights are behind handles, and keys in a cache."""
+        step, base = self.a.steps[number], sweep.made[number].base
+        if not step.is_attention and not self._is_product(number):
+            return self._scaled_rows(sweep, number)
         role = "value" if step.is_attention else "lhs"
         name = step.stored.tensors.get(role)
         place = next((at for at, (_, region) in enumerate(step.inputs) if region.name == name), None)
         joint = None if place is None or name is None else self.joint_of(sweep, number, place)
-        if joint is None or not (step.is_attention or self._is_product(number)):
+        if joint is None or place is None:
             return None
-        base, given = sweep.made[number].base, joint.values
+        given = sweep.given.get(number, {place: None})[place]  # as A's call reads it
+        if given is None:
+            region = step.inputs[place][1]
+            known = joint.values if (number, place) in sweep.edges else self.a.program.value(region).double()
+            given = known.reshape(region.shape)
         x = _by_token(given, step.is_attention)
-        for steps in self._unweighted.values() if not step.is_attention else self._attentions.values():
-            theirs = self._rows(steps, x.shape[1], role)
-            if theirs is None or len(x) * len(theirs) > MOST:
+        for steps in (self._attentions if step.is_attention else self._unweighted).values():
+            y = self._rows(steps, x.shape[1], role)
+            if y is None or len(x) * len(y) > MOST or len(y) > len(x):
                 continue
-            at, of = (torch.from_numpy(each) for each in same_tokens([distances(x, theirs)]))
-            if len(of) < len(theirs) or apart(x[at], theirs[of]) > _SAME * float(theirs.square().sum()):
-                continue
-            found = self._filled(_Rows(steps, at, of), base, number, "operands")
-            if found is not None:
-                return found
+            at, of = in_order(distances(x, y))
+            if apart(x[at], y[of]) <= _SAME * float(y.square().sum()):
+                return self._filled(_Rows(steps, torch.from_numpy(at), torch.from_numpy(of)), base, number, "piece")
         return None
+
+    def _scaled_rows(self, sweep: Sweep, number: int) -> Counterpart | None:
+        """What B's calls make that read a vector of weights, as those of a norm, one call after the other."""
+        step, base = self.a.steps[number], sweep.made[number].base
+        for place, (_, region) in enumerate(step.inputs):
+            joint = self.joint_of(sweep, number, place)
+            if joint is None or not region.weight or base.shape[-1:] != region.shape or base.dim() < 2:
+                continue
+            x = base.reshape(-1, base.shape[-1])
+            for steps in self._readers(joint).values():
+                y = self._rows(steps, x.shape[1])
+                if y is not None and len(y) < len(x) and len(x) * len(y) <= MOST:
+                    at, of = map(torch.from_numpy, in_order(distances(x, y)))
+                    sure = steps[0].operator == step.operator or "norm" in steps[0].operator
+                    return self._filled(_Rows(steps, at, of), base, number, "piece" if sure else "parameter")
+        return None
+
+    def _readers(self, joint: Joint | Laid) -> dict[Any, list[Step]]:
+        """The calls of B that read a tensor and make something real, by where they are."""
+        groups: dict[Any, list[Step]] = defaultdict(list)
+        for step in self.b.steps:
+            if any(self.reads(own, joint) for _, own in step.inputs) and self.joints.made_by(step) is not None:
+                record = step.stored.record
+                groups[record.op, record.module, record.source].append(step)
+        return groups
+
+    @functools.cached_property
+    def _last_unweighted(self) -> list[int]:
+        return [step.number for steps in self._unweighted.values() for step in steps]
 
     @functools.cached_property
     def _unweighted(self) -> dict[Any, list[Step]]:

@@ -11,7 +11,7 @@ import math
 import operator
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -74,12 +74,14 @@ class Joint:
         values: B's values in A's layout, `float64`.
         whole: Whether one tensor of B has all of it, and no more.
         others: The other tensors that have its rows.
+        pieces: Whether these tensors have nothing but its rows.
     """
 
     tensor: Tensor
     values: torch.Tensor
     whole: bool = True
     others: tuple[Tensor, ...] = ()
+    pieces: bool = False
 
     @property
     def makers(self) -> set[int]:
@@ -95,6 +97,7 @@ class Laid(NamedTuple):
     shape: tuple[int, ...]
     layout: Layout | None = None  # None for the same order
     whole: bool = True
+    pieces: bool = False
 
     @property
     def makers(self) -> set[int]:
@@ -197,8 +200,10 @@ class Joints:
                 own = spread.part(functools.partial(share.part, dim=dim))
                 part = self._find(own) or (self._find_rows(own) if by_rows else None)
                 if part is not None:
-                    others = part.others if isinstance(part, Joint) else ()
-                    return Joint(part.tensor, share.put(spread.base, part.values, dim), part.whole, others)
+                    values = share.put(spread.base, part.values, dim)
+                    if isinstance(part, Joint):
+                        return replace(part, values=values)
+                    return Joint(part.tensor, values, part.whole)
         return found
 
     def _find(self, spread: Spread) -> Laid | None:
@@ -302,7 +307,8 @@ class _Rows:
             found.append(values[best])
             used |= dict.fromkeys(which[best].tolist())
         first, *others = (self._tensors[number] for number in used)
-        return Joint(first, torch.cat(found).reshape(shape), False, tuple(others))
+        pieces = sum(math.prod(each.region.shape) for each in (first, *others)) == x.numel()
+        return Joint(first, torch.cat(found).reshape(shape), False, tuple(others), pieces)
 
 
 def _spans(starts: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

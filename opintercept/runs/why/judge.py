@@ -343,7 +343,7 @@ class Judge(Both):
             harmless = (each for each in before if each.number not in sweep.joined and each.number not in self._accused)
             sure = not any(mine == {LEAF} and written & self.b.active for mine, written in pairs)
             sure = sure and not any(_line(each) == _line(step) for each in harmless)
-        known = sure or accused.found.by == "result"
+        known = sure or accused.found.by in ("result", "piece")
         return known or accused.helps([self.a.steps[end] for end in sorted(ends)], bad)
 
     @property

@@ -53,7 +53,7 @@ class Accused:
         self.spread = sweep.made[found.number]
         self.tensor, self.target = found.joint.tensor, found.joint.values
         self.rows = self.spread.rows(found.joint.tensor.unit) * _larger(self.target, self.spread.base)
-        if judge.joints.share is not None or found.by == "weight":  # what B does not compute is A's own
+        if judge.joints.share is not None or found.by in ("weight", "piece"):  # what B does not compute is A's own
             self.rows = self.rows.masked_fill((self.target == self.spread.base).all(-1, keepdim=True), math.inf)
         self.steps_b = self._steps_b()
         self.eight_bits = self._eight_bits()
@@ -67,7 +67,9 @@ class Accused:
         if self.found.step is None:
             return []
         for joint in (*self.sweep.joined.values(), *self.sweep.edges.values()):
-            known |= joint.makers if joint.whole else set()  # rows that happen to be the same tell too little
+            known |= (
+                joint.makers if joint.whole or joint.pieces else set()
+            )  # rows that happen to be the same tell too little
         flow, last = judge.b, self.found.step.number
         known -= {last} | ({*range(len(flow.steps))} - flow.active)
         found = flow.before([last], known)

@@ -52,7 +52,7 @@ def alike(x: torch.Tensor, y: torch.Tensor) -> int:
 def same_tokens(costs: Iterable[Array]) -> tuple[Array, Array]:
     """The rows of the same token, by distances of all pairs in several tensors: in order, or each with the nearest."""
     cost: Array = np.mean([*costs], axis=0)
-    ordered, free = _in_order(cost), nearest(cost)
+    ordered, free = in_order(cost), nearest(cost)
     total = [cost[rows, columns].sum() for rows, columns in (ordered, free)]
     rows, columns = ordered if total[0] <= total[1] * (1 + 1e-6) + 1e-9 else free
     alike = cost[rows, columns] < _UNLIKE
@@ -61,10 +61,10 @@ def same_tokens(costs: Iterable[Array]) -> tuple[Array, Array]:
     return rows[alike | beside], columns[alike | beside]
 
 
-def _in_order(cost: Array) -> tuple[Array, Array]:
+def in_order(cost: Array) -> tuple[Array, Array]:
     """The pairs of least cost that keep the order of both sides, as many as the shorter side has rows."""
     if cost.shape[0] > cost.shape[1]:
-        columns, rows = _in_order(cost.T)
+        columns, rows = in_order(cost.T)
         return rows, columns
     width = cost.shape[1]
     chosen = np.empty(cost.shape, np.int64)
