@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 PROMPT = [5, 17, 33, 7, 99, 120, 4, 8]
-ANSWER = [244, 228]  # of which the engine computes what comes next
 PLANTS = {
     "theta": "the base of positions",
     "eps": "the epsilon of norms",
@@ -39,7 +38,8 @@ def make(folder: Path) -> None:
         "num_attention_heads": 4,
     }
     config = LlamaConfig(vocab_size=256, num_key_value_heads=2, head_dim=32, max_position_embeddings=256, **sizes)
-    LlamaForCausalLM(config).float().save_pretrained(folder)
+    model: Any = LlamaForCausalLM(config)
+    model.float().save_pretrained(folder)
 
 
 def planted(folder: Path, plant: str | None) -> Path:
@@ -65,17 +65,17 @@ def planted(folder: Path, plant: str | None) -> Path:
     return own
 
 
-def trainer(folder: Path, plant: str | None) -> None:
-    """Compute prompt and answer in one pass of transformers."""
+def trainer(folder: Path, plant: str | None, answer: list[int]) -> None:
+    """Compute the prompt and an engine's answer in one pass of transformers."""
     from transformers import LlamaForCausalLM
 
-    model = LlamaForCausalLM.from_pretrained(planted(folder, plant)).eval()
+    model: Any = LlamaForCausalLM.from_pretrained(planted(folder, plant))
     if plant == "scale":
         for layer in model.model.layers:
             layer.self_attn.scaling = 0.2
     with torch.no_grad():
-        logits = model(torch.tensor([[*PROMPT, *ANSWER, ANSWER[0]]])).logits
-    print(logits[0, -4:-1].argmax(-1).tolist())
+        logits = model(torch.tensor([[*PROMPT, *answer]])).logits
+    print(*logits[0, -4:-1].argmax(-1).tolist())
 
 
 def engine(folder: Path, plant: str | None, *, compiled: bool, workers: int) -> None:
@@ -96,35 +96,46 @@ def engine(folder: Path, plant: str | None, *, compiled: bool, workers: int) -> 
     sizes: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 4, "tensor_parallel_size": workers}
     llm = LLM(str(own), dtype="float32", enforce_eager=not compiled, skip_tokenizer_init=True, **sizes)
     chosen = SamplingParams(max_tokens=3, temperature=0, logprobs=1, detokenize=False)
-    print(llm.generate([{"prompt_token_ids": PROMPT}], chosen, use_tqdm=False)[0].outputs[0].token_ids)
+    print(*llm.generate([{"prompt_token_ids": PROMPT}], chosen, use_tqdm=False)[0].outputs[0].token_ids)
 
 
-def recorded(run: Path, *arguments: str) -> None:
-    """Record one of the programs."""
-    if not run.exists():
-        command = [sys.executable, "-m", "opintercept", "run", "-q", "--why", "--out", str(run), __file__, *arguments]
-        subprocess.run(command, check=True, capture_output=True)
+def recorded(folder: Path, name: str, what: str, plant: str, *options: str) -> list[str]:
+    """Record one of the programs, unless that was done before, and return the tokens that it prints."""
+    said = folder / f"{name}.txt"
+    if not said.exists():
+        command = [
+            sys.executable,
+            "-m",
+            "opintercept",
+            "run",
+            "-q",
+            "--why",
+            "--overwrite",
+            "--out",
+            str(folder / name),
+        ]
+        command += [__file__, what, str(folder / "model"), *options, *(["--plant", plant] if plant else [])]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        said.write_text(done.stdout.splitlines()[-1])
+    return said.read_text().split()
 
 
 def check(folder: Path) -> int:
     """Record both programs with each plant in either, and print what `why` says of each pair."""
     folder.mkdir(exist_ok=True)
-    model = folder / "model"
-    if not model.exists():
-        make(model)
-    recorded(folder / "trainer", "trainer", str(model))
-    recorded(folder / "engine", "engine", str(model))
-    pairs = [("trainer", "engine"), *(("trainer", f"engine-{plant}") for plant in PLANTS)]
-    pairs += [(f"trainer-{plant}", "engine") for plant in PLANTS]
+    if not (folder / "model").exists():
+        make(folder / "model")
     wrong = 0
-    for one, other in pairs:
-        plants = [each.partition("-")[2] for each in (one, other)]
-        for name, plant in zip((one, other), plants, strict=True):
-            recorded(folder / name, name.partition("-")[0], str(model), *(["--plant", plant] if plant else []))
+    for plant, side in (("", ""), *((plant, side) for plant in PLANTS for side in ("engine", "trainer"))):
+        other = f"engine-{plant}" if side == "engine" else "engine"
+        answer = recorded(folder, other, "engine", plant if side == "engine" else "")
+        one = f"trainer-{plant}-{side}" if plant else "trainer"
+        recorded(folder, one, "trainer", plant if side == "trainer" else "", "--answer", *answer)
         command = [sys.executable, "-m", "opintercept", "why", str(folder / one), str(folder / other)]
         found = subprocess.run(command, check=False, capture_output=True, text=True)
-        wrong += found.returncode != int(any(plants))
-        print(f"{one} {other}: exit {found.returncode}; {(found.stdout or found.stderr).splitlines()[0]}", flush=True)
+        wrong += found.returncode != int(bool(plant))
+        what = f"{plant} in the {side}" if plant else "nothing planted"
+        print(f"{what}: exit {found.returncode}; {(found.stdout or found.stderr).splitlines()[0]}", flush=True)
     return wrong
 
 
@@ -134,6 +145,7 @@ def main() -> int:
     parser.add_argument("what", choices=("make", "trainer", "engine", "check"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--plant", choices=tuple(PLANTS))
+    parser.add_argument("--answer", type=int, nargs="*", default=[], help="the tokens that the engine has printed")
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--workers", type=int, default=1)
     given = parser.parse_args()
@@ -142,7 +154,7 @@ def main() -> int:
     if given.what == "make":
         make(given.folder)
     elif given.what == "trainer":
-        trainer(given.folder, given.plant)
+        trainer(given.folder, given.plant, given.answer)
     else:
         engine(given.folder, given.plant, compiled=given.compiled, workers=given.workers)
     return 0

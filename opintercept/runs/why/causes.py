@@ -22,6 +22,7 @@ from opintercept.runs.why.changes.accused import ODD, Accused, is_whole, off_rec
 from opintercept.runs.why.changes.edits import Change
 from opintercept.runs.why.changes.narrowing import narrowed
 from opintercept.runs.why.changes.wording import apart, name_of, operand_words, place_of, rows_differ
+from opintercept.runs.why.counterparts import weight_place
 from opintercept.runs.why.flow import LEAF, is_real
 from opintercept.runs.why.joints import DTYPES, Joint
 from opintercept.runs.why.noise import LIMIT, Spread
@@ -190,7 +191,8 @@ def _diagnosis(accused: Accused) -> Change | None:
     if (leaf := _other_leaf(accused)) is not None:
         return leaf
     end, base = accused.end, accused.spread.base
-    if end.number not in accused.judge.counterparts.by_weight or not base.dim():
+    handle = accused.found.by == "piece" and len(accused.steps) == 1 and weight_place(end) is not None
+    if not (handle or end.number in accused.judge.counterparts.by_weight) or not base.dim():
         return None
     bound, more = accused.eight_bits, " by more than int8 explains"
     if bound is None:
@@ -199,6 +201,8 @@ def _diagnosis(accused: Accused) -> Change | None:
     if 0 < 4 * int(far.sum()) <= len(far):
         which = rows_differ(far.nonzero()[:, 0].tolist(), len(far))
         return Change(5, "weight", f"seems to have another weight: {which}{more}", end, {})
+    if handle:  # the same rows, multiplied
+        return Change(5, "weight", "seems to have another weight, which was not recorded", end, {})
     return None
 
 
@@ -269,6 +273,7 @@ def _plain(accused: Accused) -> Iterator[Change]:
     """B's own numbers, tensors and calls."""
     yield from other_operands.weights(accused)
     yield from other_arguments.arguments(accused)
+    yield from other_arguments.theirs(accused)
     yield from other_arguments.together(accused)
     yield from other_operands.draws(accused)
     yield from other_operands.tensors(accused)

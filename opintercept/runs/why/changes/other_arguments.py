@@ -30,6 +30,20 @@ def arguments(accused: Accused) -> Iterator[Change]:
                     yield Change(0, "argument", words, group[0], with_arguments(group, {name: theirs}))
 
 
+def theirs(accused: Accused) -> Iterator[Change]:
+    """B's numbers for an argument, where B has other operators, as an engine's norm in one call."""
+    own = {step.operator for step in accused.steps}
+    others = (step for step in accused.steps_b if step.operator not in own)
+    found = dict.fromkeys(each for step in others for each in step.arguments.values() if isinstance(each, float))
+    for group in accused.groups():
+        for argument in group[0].overload._schema.arguments if group[0].overload is not None else ():
+            mine = argument_of(group[0], argument.name)
+            for value in found if isinstance(mine, float) else ():
+                if value != mine:
+                    words = f"uses {argument_words(argument.name, mine, value)}"
+                    yield Change(0, "argument", words, group[0], with_number(group, argument.name, value))
+
+
 def together(accused: Accused) -> Iterator[Change]:
     """All of B's numbers, flags and lists at once, where several differ."""
     for group in accused.groups():
