@@ -329,7 +329,7 @@ class Served(nn.Module):
         super().__init__()
         w = weights(settings)
         self.embed, self.head = nn.Embedding.from_pretrained(w["embed"]), Product(w["head"])
-        self.layers = nn.ModuleList(Layer(w, n, settings, rank, workers) for n in range(2))
+        self.layers: Any = nn.ModuleList(Layer(w, n, settings, rank, workers) for n in range(2))
         self.norm = Norm(w["norm"], settings.eps)
         found = angles(torch.arange(PAGE * PAGES), settings.theta)
         self.cos_sin = torch.cat([found.cos(), found.sin()], -1)

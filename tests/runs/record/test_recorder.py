@@ -465,3 +465,31 @@ def test_tensors_that_there_is_no_memory_to_copy_are_left_out(
     assert ([*first.tensors], [*second.tensors]) == (["rhs", "output"], [])
     assert (first.given, second.given) == (None, None)
     assert ({*second.values}, {*last.tensors}) == ({"lhs", "rhs", "output"}, {"lhs", "rhs", "output"})
+
+
+# What is large
+
+
+def test_of_many_equal_numbers_one_is_stored(tmp_path: Path) -> None:
+    signs = torch.zeros(1 << 17)
+    signs[5] = -0.0
+    with intercept(runs.RunRecorder(tmp_path / "run", "full"), ops="all"):
+        torch.full((1 << 10, 1 << 8), 0.5).sum()
+        signs.sum()
+    run = open_run(tmp_path / "run")
+    first, second = (call for call in run.calls() if call.record.op == "aten::sum")
+    assert same(tensor_of(run, first, "self"), torch.full((1 << 10, 1 << 8), 0.5))
+    assert same(tensor_of(run, second, "self"), signs)
+    stored = sum(file.stat().st_size for file in (tmp_path / "run" / "tensors").iterdir())
+    assert 4 << 17 < stored < 5 << 17
+    assert run.kept(0, first.tensors["self"]) == (1 << 18, "F32")
+
+
+def test_views_of_what_is_large_store_nothing(tmp_path: Path) -> None:
+    large = torch.randn(1 << 23)
+    with intercept(runs.RunRecorder(tmp_path / "run", "full"), ops="all"):
+        large.view(2, -1)[1, :4].sin()
+    calls = {call.record.op: call for call in calls_of(tmp_path / "run")}
+    assert calls["aten::view"].given is None
+    assert calls["aten::sin"].given is not None
+    assert sum(file.stat().st_size for file in (tmp_path / "run" / "tensors").iterdir()) < 1 << 16
