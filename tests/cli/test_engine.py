@@ -59,7 +59,7 @@ def test_each_process_of_an_engine_is_recorded(compiled: str, tmp_path: Path) ->
     command = [sys.executable, "-m", "opintercept", "run", "--ops", "all", "--tensors", "full", "--out", "run"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OPINTERCEPT_COMPILED": compiled}
     arguments = [*command, str(ENGINE), str(noted), *(["--compiled"] if compiled == "0" else [])]
-    done = subprocess.run(arguments, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(arguments, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     assert "did not end" not in done.stderr
     run = runs.open_run(tmp_path / "run")

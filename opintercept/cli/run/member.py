@@ -73,7 +73,8 @@ class Member:
 
         rank, world_size = rank_and_world_size()
         if world_size > 1:
-            yield f"rank{rank}"
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun starts all ranks anew if one fails
+            yield f"rank{rank}" if attempt == "0" else f"rank{rank}-attempt{attempt}"
         name = f"{_name()}-{self._pid}"
         yield name
         yield from (f"{name}.{number}" for number in itertools.count(2))

@@ -24,7 +24,7 @@ from opintercept.runs.why.flow import LEAF, Flow, is_real
 from opintercept.runs.why.joining.calls import linked
 from opintercept.runs.why.joining.tokens import MOST, distances, in_order
 from opintercept.runs.why.joining.weights import Joining, Match, Side
-from opintercept.runs.why.joints import Joint, Joints, Laid, Tensor
+from opintercept.runs.why.joints import Joint, Joints, Laid, Tensor, content_of
 from opintercept.runs.why.layouts import Layout, Share, layouts
 from opintercept.runs.why.noise import apart, unmasked
 from opintercept.runs.why.sweep import Sweep
@@ -453,14 +453,17 @@ class Counterparts:
             known = joint.values if (number, place) in sweep.edges else self.a.program.value(region).double()
             given = known.reshape(region.shape)
         x = _by_token(given, step.is_attention)
+        found: list[tuple[float, Counterpart]] = []
         for steps in (self._attentions if step.is_attention else self._unweighted).values():
             y = self._rows(steps, x.shape[1], role)
             if y is None or len(x) * len(y) > MOST or len(y) > len(x):
                 continue
             at, of = in_order(distances(x, y))
             if apart(x[at], y[of]) <= _SAME * float(y.square().sum()):
-                return self._filled(_Rows(steps, torch.from_numpy(at), torch.from_numpy(of)), base, number, "piece")
-        return None
+                rows = _Rows(steps, torch.from_numpy(at), torch.from_numpy(of))
+                filled = self._filled(rows, base, number, "piece")
+                found += [] if filled is None else [(apart(filled.joint.values, base), filled)]
+        return min(found, key=lambda each: each[0], default=(0.0, None))[1]
 
     def _scaled_rows(self, sweep: Sweep, number: int) -> Counterpart | None:
         """What B's calls make that read a vector of weights, as those of a norm, one call after the other."""
@@ -469,20 +472,29 @@ class Counterparts:
             joint = self.joint_of(sweep, number, place)
             if joint is None or not region.weight or base.shape[-1:] != region.shape or base.dim() < 2:
                 continue
-            x = base.reshape(-1, base.shape[-1])
-            for steps in self._readers(joint).values():
-                y = self._rows(steps, x.shape[1])
-                if y is not None and len(y) < len(x) and len(x) * len(y) <= MOST:
-                    at, of = map(torch.from_numpy, in_order(distances(x, y)))
-                    sure = steps[0].operator == step.operator or "norm" in steps[0].operator
-                    return self._filled(_Rows(steps, at, of), base, number, "piece" if sure else "parameter")
+            x, content = base.reshape(-1, base.shape[-1]), content_of(region.name or "")
+            mine = [  # in a model that was not trained, all norms have the same
+                each.number
+                for each in self.a.steps
+                if each.operator == step.operator
+                if any(own.weight and content_of(own.name or "") == content for _, own in each.inputs)
+            ]
+            groups = [*self._readers(joint).values()]
+            steps = groups[mine.index(number)] if len(groups) == len(mine) else []
+            y = self._rows(steps, x.shape[1])
+            if y is not None and len(y) < len(x) and len(x) * len(y) <= MOST:
+                at, of = map(torch.from_numpy, in_order(distances(x, y)))
+                sure = steps[0].operator == step.operator or "norm" in steps[0].operator
+                return self._filled(_Rows(steps, at, of), base, number, "piece" if sure else "parameter")
         return None
 
     def _readers(self, joint: Joint | Laid) -> dict[Any, list[Step]]:
         """The calls of B that read a tensor and make something real, by where they are."""
         groups: dict[Any, list[Step]] = defaultdict(list)
         for step in self.b.steps:
-            if any(self.reads(own, joint) for _, own in step.inputs) and self.joints.made_by(step) is not None:
+            if self.joints.made_by(step) is None or _updates(step):
+                continue
+            if any(self.reads(own, joint) for _, own in step.inputs):
                 record = step.stored.record
                 groups[record.op, record.module, record.source].append(step)
         return groups
@@ -515,12 +527,10 @@ class Counterparts:
         """What calls of B have in a role, `float64[tokens, width]`, call after call; nothing of another width."""
         found = []
         for step in steps:
-            name = step.stored.tensors.get(role)
-            regions = (*(region for _, region in step.inputs), *filter(None, step.outputs))
-            tensor = self.joints.of(next((each for each in regions if each.name == name and name is not None), None))
-            if tensor is None or not tensor.region.shape:
+            values = self.b.program.run.tensor(step.stored, role)  # its arguments may not have been recorded
+            if values is None or not values.dim() or not values.is_floating_point():
                 return None
-            found.append(self.joints.values(tensor).reshape(tensor.region.shape[0], -1))
+            found.append(values.reshape(len(values), -1).double())
         widths = {each.shape[1] for each in found}
         return torch.cat(found) if len(widths) == 1 and width in (None, *widths) else None
 
