@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 PROMPT, ANSWERS = [5, 17, 33, 7, 99, 120, 4, 8], 3
 WIDTH, HEADS, KV, SIZE, HIDDEN, WORDS = 64, 4, 2, 16, 96, 128
-PAGE, PAGES = 4, 512  # tokens of a page, and pages of a cache
+PAGE, PAGES = 4, 4096  # tokens of a page, and pages of a cache
 COUNTS: Counter[str] = Counter()
 
 _handles: list[Tensor] = []  # weights, by their handles
@@ -331,7 +331,7 @@ class Served(nn.Module):
         self.embed, self.head = nn.Embedding.from_pretrained(w["embed"]), Product(w["head"])
         self.layers: Any = nn.ModuleList(Layer(w, n, settings, rank, workers) for n in range(2))
         self.norm = Norm(w["norm"], settings.eps)
-        found = angles(torch.arange(PAGE * PAGES), settings.theta)
+        found = angles(torch.arange(256), settings.theta)
         self.cos_sin = torch.cat([found.cos(), found.sin()], -1)
         self.scores = torch.compile(scores) if compiled else scores
 

@@ -74,7 +74,7 @@ _NUMBER = struct.Struct("=I")
 MOST_WAITING = 1 << 13  # calls of kernels that may wait to be written
 _MOST_SHAPES = 1024  # for which the places of a sample are remembered
 _MANY = 1 << 16  # numbers of a tensor that is stored as one number if all are equal
-_LARGE = 1 << 24  # bytes of a tensor of which views are not stored again
+_LARGE = 1 << 20  # bytes of a tensor of which views are not stored again
 
 
 class RunMember(Protocol):

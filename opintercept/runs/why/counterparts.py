@@ -489,10 +489,11 @@ class Counterparts:
         return None
 
     def _readers(self, joint: Joint | Laid) -> dict[Any, list[Step]]:
-        """The calls of B that read a tensor and make something real, by where they are."""
+        """The calls of B that read a vector and make rows, by where they are."""
         groups: dict[Any, list[Step]] = defaultdict(list)
         for step in self.b.steps:
-            if self.joints.made_by(step) is None or _updates(step):
+            made = self.joints.made_by(step)
+            if made is None or len(made.region.shape) < 2:  # as of what initialises weights
                 continue
             if any(self.reads(own, joint) for _, own in step.inputs):
                 record = step.stored.record
