@@ -91,7 +91,6 @@ class Counterparts:
         for step in b.steps:
             if (made := joints.made_by(step)) is not None:
                 self._named[step.operator, math.prod(made.region.shape)].append(step)
-        self._result_rows: dict[int, _Rows | None] = {}
         self.ends = self._paired_ends()
 
     @functools.cached_property
@@ -421,20 +420,17 @@ class Counterparts:
     def _rows_of_result(self, base: torch.Tensor, number: int) -> Counterpart | None:
         """B's results for some tokens of a result of A, where neither weights nor sizes tell: an engine's logits."""
         x = base.reshape(-1, base.shape[-1])
-        if number not in self._result_rows:
-            best: tuple[float, _Rows] | None = None
-            for steps in self._unweighted.values():
-                y = self._rows(steps, x.shape[1])
-                if y is None or len(y) >= len(x) or len(x) * len(y) > MOST:
-                    continue
-                cost = distances(x, y)
-                at, of = in_order(cost)
-                far = float(cost[at, of].mean()) - (steps[-1].number == max(self._last_unweighted))
-                if best is None or far < best[0]:
-                    best = far, _Rows(steps, torch.from_numpy(at), torch.from_numpy(of))
-            self._result_rows[number] = None if best is None or best[0] > _UNLIKE else best[1]
-        found = self._result_rows[number]
-        return None if found is None else self._filled(found, base, number, "result")
+        best: tuple[float, _Rows] | None = None
+        for steps in self._unweighted.values():
+            y = self._rows(steps, x.shape[1])
+            if y is None or len(y) >= len(x) or len(x) * len(y) > MOST:
+                continue
+            cost = distances(x, y)
+            at, of = in_order(cost)
+            far = float(cost[at, of].mean()) - (steps[-1].number == max(self._last_unweighted))
+            if best is None or far < best[0]:
+                best = far, _Rows(steps, torch.from_numpy(at), torch.from_numpy(of))
+        return None if best is None or best[0] > _UNLIKE else self._filled(best[1], base, number, "result")
 
     def _same_piece(self, sweep: Sweep, number: int) -> Counterpart | None:
         """What B makes, call by call, of rows that A has: where weights are behind handles, and keys in a cache."""
