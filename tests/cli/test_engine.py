@@ -79,7 +79,7 @@ def test_each_process_of_an_engine_is_recorded(compiled: str, tmp_path: Path) ->
     assert all(any(op.startswith("inductor::") for op in calls) for calls in workers) == (compiled == "0")
     attentions = [call for call in run.calls() if call.record.op == "_C::cpu_attention_with_kv_cache"]
     assert {tuple(tensor_of(run, call, "rhs").shape) for call in attentions} == {(8, 1, 16), (9, 1, 16), (10, 1, 16)}
-    assert sum(file.stat().st_size for file in (tmp_path / "run").rglob("*.safetensors")) < CACHE
+    assert sum(file.stat().st_size for file in (tmp_path / "run").rglob("*.safetensors")) < 2 * CACHE  # weights of both
 
 
 @pytest.fixture(scope="module")
