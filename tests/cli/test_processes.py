@@ -256,19 +256,19 @@ def test_ranks_of_torchrun_have_their_folders(tmp_path: Path) -> None:
 
 def test_folders_say_which_attempt_of_torchrun_a_rank_is_of(tmp_path: Path) -> None:
     program = """
-        import torch.distributed
-        torch.distributed.init_process_group("gloo")
-        work(2 + torch.distributed.get_rank())
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
-        sys.exit(os.environ["TORCHELASTIC_RESTART_COUNT"] == "0")
+        rank, fails = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        work(2 + rank)
+        while rank == 0 and fails and not os.path.exists("run/rank1/summary.json"):
+            time.sleep(0.05)
+        sys.exit(rank == 0 and fails)
     """
-    start_all = ["--standalone", "--max-restarts", "1", "--nproc-per-node", "2", "program.py"]
-    run(tmp_path, program, module=["-m", "torch.distributed.run", *start_all])
-    assert recorded(tmp_path) == counted(tmp_path)
-    opened = runs.open_run(tmp_path / "run")
-    names = {opened.folder(rank).name: len(list(opened.calls(rank))) for rank in opened.ranks}
-    assert names == {"rank0": 2, "rank1": 3, "rank0-attempt1": 2, "rank1-attempt1": 3}
+    given = ["--standalone", "--max-restarts", "1", "--nproc-per-node", "2", "program.py"]
+    started = start(tmp_path, program, "--ops", "matmul", module=["-m", "torch.distributed.run", *given])
+    _, said = started.communicate(timeout=600)
+    assert started.returncode == 0, said
+    names = {"rank0": 2, "rank1": 3, "rank0-attempt1": 2, "rank1-attempt1": 3}
+    for name, calls in names.items():
+        assert len(list(runs.open_run(tmp_path / "run" / name).calls())) == calls
 
 
 def test_workers_of_pytest(tmp_path: Path) -> None:
