@@ -72,7 +72,7 @@ class _Piece(NamedTuple):
     tokens: tuple[Array, Array] | None  # rows of the other operand; None for all in the same order
 
 
-class _Rows(NamedTuple):
+class _SameRows(NamedTuple):
     """The rows of calls of B, one call after the other, that are those of a tensor of A."""
 
     steps: list[Step]
@@ -420,7 +420,7 @@ class Counterparts:
     def _rows_of_result(self, base: torch.Tensor, number: int) -> Counterpart | None:
         """B's results for some tokens of a result of A, where neither weights nor sizes tell: an engine's logits."""
         x = base.reshape(-1, base.shape[-1])
-        best: tuple[float, _Rows] | None = None
+        best: tuple[float, _SameRows] | None = None
         for steps in self._unweighted.values():
             y = self._rows(steps, x.shape[1])
             if y is None or len(y) >= len(x) or len(x) * len(y) > MOST:
@@ -429,7 +429,7 @@ class Counterparts:
             at, of = in_order(cost)
             far = float(cost[at, of].mean()) - (steps[-1].number == max(self._last_unweighted))
             if best is None or far < best[0]:
-                best = far, _Rows(steps, torch.from_numpy(at), torch.from_numpy(of))
+                best = far, _SameRows(steps, torch.from_numpy(at), torch.from_numpy(of))
         return None if best is None or best[0] > _UNLIKE else self._filled(best[1], base, number, "result")
 
     def _same_piece(self, sweep: Sweep, number: int) -> Counterpart | None:
@@ -456,7 +456,7 @@ class Counterparts:
                 continue
             at, of = in_order(distances(x, y))
             if apart(x[at], y[of]) <= _SAME * float(y.square().sum()):
-                rows = _Rows(steps, torch.from_numpy(at), torch.from_numpy(of))
+                rows = _SameRows(steps, torch.from_numpy(at), torch.from_numpy(of))
                 filled = self._filled(rows, base, number, "piece")
                 found += [] if filled is None else [(apart(filled.joint.values, base), filled)]
         return min(found, key=lambda each: each[0], default=(0.0, None))[1]
@@ -481,7 +481,7 @@ class Counterparts:
             if y is not None and len(y) < len(x) and len(x) * len(y) <= MOST:
                 at, of = map(torch.from_numpy, in_order(distances(x, y)))
                 sure = steps[0].operator == step.operator or "norm" in steps[0].operator
-                return self._filled(_Rows(steps, at, of), base, number, "piece" if sure else "parameter")
+                return self._filled(_SameRows(steps, at, of), base, number, "piece" if sure else "parameter")
         return None
 
     def _readers(self, joint: Joint | Laid) -> dict[Any, list[Step]]:
@@ -531,7 +531,7 @@ class Counterparts:
         widths = {each.shape[1] for each in found}
         return torch.cat(found) if len(widths) == 1 and width in (None, *widths) else None
 
-    def _filled(self, rows: _Rows, base: torch.Tensor, number: int, by: str) -> Counterpart | None:
+    def _filled(self, rows: _SameRows, base: torch.Tensor, number: int, by: str) -> Counterpart | None:
         """A's output with B's in the rows that B has, of several products in one those columns that are nearest."""
         attention = self.a.steps[number].is_attention
         own = _by_token(base, attention)
