@@ -30,7 +30,13 @@ from outcomes import Outcome, Pair, Recorded, outcome, recorded
 
 from opintercept import runs
 
-SETS = {"suite": "pairs", "reported": "reported_pairs", "new": "fresh_pairs", "blind": "blind_pairs"}
+SETS = {
+    "styled": "styled_pairs",
+    "suite": "pairs",
+    "reported": "reported_pairs",
+    "new": "fresh_pairs",
+    "blind": "blind_pairs",
+}
 SECONDS = 60  # of processor time for each pair
 Judge = Callable[[runs.Run, runs.Run], runs.Answer]
 
