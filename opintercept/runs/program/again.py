@@ -74,6 +74,8 @@ def operator_of(op: str, func: str) -> Operator:
         NotRunError: It is not on the list.
     """
     overload = overload_of(op, func)
+    if overload is not None and op.endswith("_") and not overload._schema.returns:  # as for lists of tensors
+        overload = overload_of(op[:-1], func.replace("_.", ".", 1))  # which returns what that writes
     if overload is not None and (base := operators.listed(overload)) is not None:
         return Operator(overload, f"torch.ops.{overload}", operators.CHECKS.get(base), base)
     found = _function(op, func)

@@ -87,7 +87,7 @@ _TRANSFORMS = """
 """
 _OTHERS = "special_zeta polygamma igamma igammac frexp"
 _FOREACH = """
-    abs add addcdiv addcmul clamp_max clamp_min div exp lerp log maximum minimum mul neg norm pow reciprocal
+    abs add addcdiv addcmul clamp_max clamp_min copy div exp lerp log maximum minimum mul neg norm pow reciprocal
     rsqrt sign sqrt sub zero
 """
 NAMES = frozenset(
@@ -415,7 +415,8 @@ FUNCTIONS: Mapping[str, Check | None] = (
 def listed(overload: Any) -> str | None:
     """The name in `NAMES` under which an overload may be called; None if it may not.
 
-    Those in place are on the list with the others, since a call writes to copies. Those for a dtype of the output are
+    Those in place are on the list with the others, since a call writes to copies; of those that return nothing, the
+    others are called. Those for a dtype of the output are
     for GPUs alone, and those that make no tensor are TorchScript's.
     """
     schema = overload._schema

@@ -66,7 +66,8 @@ def shared(a: Flow, b: Flow) -> Share | None:
     kept: dict[int, set[int]] = {}
     for shape, batches in mine.items():
         own, known = set[bytes]().union(*batches), set[bytes]().union(*theirs.get(shape, ()))
-        for samples in batches if known <= own else ():
+        whole = any(len(samples) > 1 and known.issuperset(samples) for samples in batches)  # so B has all samples
+        for samples in batches if known <= own and not whole else ():
             found = {at for at, sample in enumerate(samples) if sample in known}
             kept[len(samples)] = kept.get(len(samples), found) & found
     shares = {Share.of(count, found) for count, found in kept.items() if 0 < len(found) < count}

@@ -330,6 +330,7 @@ class Counterparts:
                     each
                     for each in readers
                     if _size(each) == _size(step)
+                    and (self.partial or _updates(each) == _updates(step))
                     and not (self.partial and biases_of(step) and not biases_of(each))
                     and (each.operator == step.operator if alike else each.stored.record.gemm is not None)
                 ]

@@ -144,9 +144,10 @@ class Side:
     def _add(self, call: StoredCall, number: int, known: dict[Any, int]) -> None:
         """Find the weight of a call by its content, or by its memory if training has changed it since."""
         record, rhs = call.record, call.values.get("rhs")
-        names: list[Any] = [rhs and (rhs.hash, record.rhs and record.rhs.dtype, record.gemm and record.gemm[:4:2])]
+        sizes = record.gemm and record.gemm[:4:2]  # a weight that is transposed has other rows
+        names: list[Any] = [rhs and (rhs.hash, record.rhs and record.rhs.dtype, sizes)]
         if self.parameters.get(number):
-            names.append(self.memories[number])
+            names.append((*self.memories[number], sizes))
         weight = next((known[name] for name in names if name is not None and name in known), None)
         if weight is None:
             g, n, k = shape_of(call)
