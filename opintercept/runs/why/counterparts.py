@@ -283,7 +283,7 @@ class Counterparts:
             if (
                 other.number in self._taken
                 or not (same or other.operator != step.operator)
-                or _updates(step) != _updates(other)
+                or updates(step) != updates(other)
             ):
                 continue
             if all(
@@ -330,7 +330,7 @@ class Counterparts:
                     each
                     for each in readers
                     if _size(each) == _size(step)
-                    and (self.partial or _updates(each) == _updates(step))
+                    and (self.partial or updates(each) == updates(step))
                     and not (self.partial and biases_of(step) and not biases_of(each))
                     and (each.operator == step.operator if alike else each.stored.record.gemm is not None)
                 ]
@@ -341,7 +341,7 @@ class Counterparts:
     def _in_chain(self, sweep: Sweep, number: int, other: Step) -> Counterpart | None:
         """What B makes of a parameter, with a bias of its own: what is nearest to A's."""
         base, found = sweep.made[number].base, list[tuple[float, Counterpart]]()
-        chain = [other.number] if _updates(other) else self._chains(number, other)[1]
+        chain = [other.number] if updates(other) else self._chains(number, other)[1]
         for late, m in enumerate(chain):
             tensor = self.joints.made_by(self.b.steps[m])
             if tensor is not None:
@@ -657,7 +657,7 @@ class Counterparts:
         return hit
 
 
-def _updates(step: Step) -> bool:
+def updates(step: Step) -> bool:
     """Whether a call writes to a weight."""
     return any(step.inputs[place][1].weight for place in step.written)
 

@@ -25,7 +25,7 @@ from opintercept.runs.why.changes.wording import (
     place_of,
     weight_words,
 )
-from opintercept.runs.why.counterparts import nearest, weight_place
+from opintercept.runs.why.counterparts import nearest, updates, weight_place
 from opintercept.runs.why.flow import LEAF
 
 
@@ -37,8 +37,11 @@ def weights(accused: Accused) -> Iterator[Change]:
         found, place = accused.judge.counterparts.weight_rows(step.number), weight_place(step)
         if found is None or place is None or torch.equal(*found):
             continue
+        own = [accused.judge.a.steps[each] for each in accused.judge.a.writers[step.number][place] & accused.part]
+        if any(updates(each) for each in own):
+            continue  # these are the cause, and not their result
         kind, words = weight_words(*found)
-        rank = 2 if accused.judge.a.writers[step.number][place] & accused.part else 0  # an update of it says more
+        rank = 2 if own else 0  # what makes it says more
         end, base = accused.end, accused.spread.base
         if end.number != step.number and base.dim() and base.shape[-1] == len(found[0]):  # with its adapters
             x = accused.given(step)[min(step.reads - {place, *biases_of(step)})].double()
