@@ -24,12 +24,12 @@ from opintercept.runs.why.changes.accused import ODD, Accused, off_record
 from opintercept.runs.why.changes.wording import UNSEEN_BIAS, UNSEEN_FACTOR, name_of, place_of
 from opintercept.runs.why.coarse import CoarseWeights, coarse_weights
 from opintercept.runs.why.costs import with_costs
-from opintercept.runs.why.counterparts import weight_place
+from opintercept.runs.why.counterparts import updates, weight_place
 from opintercept.runs.why.flow import LEAF, holds_products, is_product, passes
 from opintercept.runs.why.joints import Joint, content_of
 from opintercept.runs.why.layers import with_layers
 from opintercept.runs.why.lookups import other_lookups
-from opintercept.runs.why.noise import LIMIT, Spread, unscaled
+from opintercept.runs.why.noise import LIMIT, Spread, norm_ratio, unscaled
 from opintercept.runs.why.sweep import Sweep, Sweeper
 
 _MOST = 40  # sweeps
@@ -202,9 +202,27 @@ class Judge(Both):
             made, values = sweep.made[number], end.joint.values
             if self.partial and self.a.steps[number].stored.record.phase == "backward":
                 values = unscaled(made.base, values)
+                if self._comes_to_nothing(sweep, number, values):
+                    continue
             if not made.ratio(values, end.joint.tensor.unit) <= LIMIT:
                 (self._unscaled if self._is_unscaled(sweep, number, end.joint) else found).add(number)
         return found
+
+    def _comes_to_nothing(self, sweep: Sweep, number: int, values: torch.Tensor) -> bool:
+        """Whether a gradient is A's times a number, as in an earlier step, of which B's next weights show nothing."""
+        step, factor = self.a.steps[number], norm_ratio(sweep.made[number].base, values)
+        if not sweep.made[number].ratio(values / factor, rounding.unit(self.dtype)) <= LIMIT:
+            return False
+        for each in (each for each in self.a.steps[:number] if _line(each) == _line(step)):
+            made = sweep.made.get(each.number)
+            if (
+                made is not None
+                and each.number not in sweep.joined
+                and self.joints.find(made.part(lambda x: x * factor))
+            ):
+                later = self.a.after([each.number], sweep.joined)
+                return any(updates(self.a.steps[at]) for at in later & sweep.joined.keys() - self.forced.keys())
+        return False
 
     def _mixes(self, sweep: Sweep, number: int) -> bool:
         """Whether a result is of all samples of A's batch, as a mean over them is, and B computes some of these."""
@@ -384,8 +402,15 @@ class Judge(Both):
         return causes, coarser, loss
 
     def _placed(self, head: _Head) -> _Head:
-        """An unknown cause at the first call that is not vindicated: from which nothing leads to what B has, too."""
+        """An unknown cause at the first call that is not vindicated: from which nothing leads to what B has, too.
+
+        What autograd makes of what B has is right.
+        """
         known, right = (self.last.joined.keys() - self._wrong) & self.a.active, set[int]()
+        for step in self.a.steps[self.a.program.backward :]:
+            derived = frozenset[int]().union(*self.a.writers[step.number]) <= known | right | {LEAF}
+            if step.stored.record.phase == "backward" and step.number not in self._wrong and derived:
+                right.add(step.number)
         for step in reversed(self.a.steps):
             users = {user for user, _ in self.a.users[step.number]}
             if step.number not in self._wrong and users & (known | right):

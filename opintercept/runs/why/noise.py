@@ -112,8 +112,14 @@ def unmasked(values: torch.Tensor) -> torch.Tensor:
 
 def unscaled(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """B's gradients without the power of two by which one trainer scales its loss: what undoes it is no product."""
-    power = torch.log2(torch.linalg.vector_norm(b) / torch.linalg.vector_norm(a)).round()
-    return b / 2**power if bool(power.isfinite()) and abs(power) >= _SCALED else b
+    power = round(math.log2(norm_ratio(a, b)))
+    return b / 2**power if abs(power) >= _SCALED else b
+
+
+def norm_ratio(a: torch.Tensor, b: torch.Tensor) -> float:
+    """How many times as large one tensor is as another; 1 where that cannot be told."""
+    found = float(torch.linalg.vector_norm(b) / torch.linalg.vector_norm(a))
+    return found if math.isfinite(found) and found else 1.0
 
 
 def apart(x: torch.Tensor, y: torch.Tensor) -> float:
