@@ -280,16 +280,12 @@ def groups(b: bool, mistake: str) -> Any:
 
     def library() -> None:
         rest = [p for n, p in model.named_parameters() if p.dim() == 1]
-        optimizer = torch.optim.AdamW(
-            [
-                {"params": [model[0].weight]},
-                {"params": [model[3].weight], "lr": 0.2},
-                {"params": rest, "weight_decay": 0.0},
-            ],
-            lr=0.05,
-            weight_decay=0.3,
-            betas=(0.8, 0.95),
-        )
+        parts: list[dict[str, Any]] = [
+            {"params": [model[0].weight]},
+            {"params": [model[3].weight], "lr": 0.2},
+            {"params": rest, "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(parts, lr=0.05, weight_decay=0.3, betas=(0.8, 0.95))
         for n in range(4):
             optimizer.zero_grad()
             F.cross_entropy(model(x[n]), y[n]).backward()
@@ -417,7 +413,7 @@ def aligned(b: bool, mistake: str) -> Any:
 
     def library() -> Any:
         logs = F.log_softmax(model(x), -1)
-        return F.ctc_loss(logs, goals, (9, 9), (3, 3), reduction="none").mean()
+        return F.ctc_loss(logs, goals, torch.tensor([9, 9]), torch.tensor([3, 3]), reduction="none").mean()
 
     return by_hand if b else library
 

@@ -12,6 +12,8 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+import torch
+
 from opintercept._core.text import counted
 from opintercept._values import rounding
 from opintercept.runs.program.evaluate import Perturber
@@ -324,6 +326,8 @@ class Judge(Both):
                 if not self._is_same(accused, ends, bad):
                     stale -= after
                     continue
+                agrees = accused.rounds_alone()
+            if not (known or agrees):
                 guessed = self._guessed(accused)
                 said = Explained(None) if guessed else explained(accused)
                 if guessed is not None:

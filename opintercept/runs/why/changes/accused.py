@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from opintercept._core.errors import OpInterceptError
+from opintercept._values import rounding
 from opintercept.runs.program.again import FAILURES
-from opintercept.runs.program.evaluate import Perturber, computed
+from opintercept.runs.program.evaluate import Perturber, computed, read
 from opintercept.runs.program.program import ProgramMemory, Step, in_double
 from opintercept.runs.why.changes.edits import Edits, constant
 from opintercept.runs.why.changes.wording import biases_of
-from opintercept.runs.why.counterparts import Counterpart, weight_place
+from opintercept.runs.why.counterparts import Counterpart, nearest, weight_place
 from opintercept.runs.why.flow import LEAF, is_real
-from opintercept.runs.why.noise import Spread, apart, ratio
+from opintercept.runs.why.noise import LIMIT, Spread, apart, ratio
 from opintercept.runs.why.quantised import eight_bits
 from opintercept.runs.why.sweep import Sweep
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 _BROKEN = 1e3  # times its noise that another result is off, which a change must not move
 _NEARER = 0.25  # of the square of the distance of a result, which no value brings about by chance
 ODD = 20.0  # times its noise that a recorded result may be off, before its call is not computed again
+_ROUNDER = 600.0  # times A's noise that B's own rounding may be, as where it computes large angles
 _CALL = 1 << 14  # numbers that a call counts for beside those that it reads
 
 
@@ -111,6 +113,30 @@ class Accused:
             if off > ODD:
                 found.add(step.number)
         return found
+
+    def rounds_alone(self) -> bool:
+        """Whether B's calls make what A's do if they are computed in float64, so that B rounds more, and no more."""
+        judge, memory = self.judge, ProgramMemory(self.judge.b.program.sizes)
+        program, unit = judge.b.program, rounding.unit(judge.dtype)
+        made = [judge.joints.of(region) for step in self.steps_b for region in step.outputs]
+        if (
+            not self.found.joint.whole
+            or not self.steps_b
+            or self.spread.ratio(self.target, unit) > _ROUNDER
+            or any(each is not None and each.unit > unit for each in made)
+        ):
+            return False
+        with suppress(OpInterceptError):  # values were not kept
+            for step in self.steps_b:
+                given = [read(program, region, memory) for _, region in step.inputs]
+                if not any(each.is_floating_point() for each in given) and judge.b.makes_real(step):
+                    given = [each.double() for each in given]  # what torch makes of whole numbers is of float32
+                found = computed(program, step, given)
+                for region, value in zip(step.outputs, found, strict=False):
+                    if region is not None and value is not None:
+                        memory.write(region, value.reshape(region.shape))
+            return self.spread.ratio(nearest(memory.read(self.tensor.region), self.spread.base), unit) <= LIMIT
+        return False
 
     def given(self, step: Step) -> list[torch.Tensor]:
         """What a call reads, with B's values where they are known."""
