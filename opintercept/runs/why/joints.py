@@ -195,6 +195,9 @@ class Joints:
     def find(self, spread: Spread, *, by_rows: bool = True) -> Joint | Laid | None:
         """The tensor of B with the values of A, or those of the samples that B computes, to rounding."""
         found = self._find(spread) or (self._find_rows(spread) if by_rows else None)
+        if found is None and by_rows and spread.base.dim() > 2:  # of the channels, as where B computes step by step
+            rows = self._find_rows(spread.part(lambda x: x.movedim(1, -1)))
+            found = rows and Joint(rows.tensor, rows.values.movedim(-1, 1), False, rows.others)
         if found is None and (share := self.share) is not None:
             for dim in share.dims(spread.base.shape):
                 own = spread.part(functools.partial(share.part, dim=dim))
