@@ -78,6 +78,14 @@ def test_an_operator_that_is_not_on_the_list_is_not_called(name: str) -> None:
         called(name)
 
 
+def test_what_changes_a_list_in_place_is_computed_by_what_returns_it() -> None:
+    operator = again.operator_of("aten::_foreach_mul_", "aten._foreach_mul_.Scalar")
+    given = [torch.ones(2), torch.ones(3)]
+    made = again.run(operator, (given, 3.0), {})
+    assert [each.tolist() for each in made] == [[3.0] * 2, [3.0] * 3]
+    assert [each.tolist() for each in given] == [[1.0] * 2, [1.0] * 3]
+
+
 @pytest.mark.parametrize("name", ["torch.__path__", "torch.__dict__", "torch.nn.functional.__builtins__"])
 def test_what_is_no_function_is_not_called(name: str) -> None:
     with pytest.raises(again.NotRunError, match="is not on the list of operators that may run again"):

@@ -17,12 +17,13 @@ from opintercept.runs.why.noise import LIMIT, Spread
 Program = Callable[[], Any]
 
 
-def why(folder: Path, a: Program, b: Program, *, trains: bool = False) -> runs.Answer:
+def why(folder: Path, a: Program, b: Program, *, trains: bool = False, ops: str = "all") -> runs.Answer:
+    """Judge two programs; `ops` is what is recorded of the second one."""
     recorded = []
-    for name, program in (("a", a), ("b", b)):
+    for name, program, seen in (("a", a, "all"), ("b", b, ops)):
         torch.manual_seed(0)
         recorder = runs.RunRecorder(folder / name, tensors="full")
-        with torch.set_grad_enabled(trains), intercept(recorder, ops="all"):
+        with torch.set_grad_enabled(trains), intercept(recorder, ops=seen):
             program()
         recorded.append(runs.open_run(folder / name))
     return runs.why(*recorded)
@@ -333,8 +334,32 @@ def test_a_step_of_training_that_leaves_out_its_clipping_is_told(tmp_path: Path)
     assert why(tmp_path / "same", program(True), program(True), trains=True).verdict == "equal"
 
 
+def test_what_a_clipping_of_all_gradients_writes_is_computed_from_those_of_the_other_run(tmp_path: Path) -> None:
+    def program(most: float) -> Program:
+        def run() -> None:
+            one, two, x = layers()
+            weights = [*one.parameters(), *two.parameters()]
+            optimizer = torch.optim.SGD(weights, 0.1)
+            for _ in range(3):
+                two(one(x).tanh()).square().mean().backward()
+                nn.utils.clip_grad_norm_(weights, most, foreach=True)
+                optimizer.step()
+                optimizer.zero_grad()
+
+        return run
+
+    found = why(tmp_path, program(0.1), program(0.05), trains=True)
+    assert not [note for note in found.notes if "not on the list" in note or "cannot be computed" in note]
+    (cause,) = found.causes
+    assert cause.what == "multiplies what reciprocal makes by 0.5" or "0.05" in cause.what, found
+    assert why(tmp_path / "products", program(0.1), program(0.05), trains=True, ops="matmul").causes
+
+
+@pytest.mark.parametrize("ops", ["all", "matmul"])
 @pytest.mark.parametrize("steps", ["equal", "another rate"])
-def test_a_loss_that_is_divided_and_whose_gradients_are_not_accuses_nobody(steps: str, tmp_path: Path) -> None:
+def test_a_loss_that_is_divided_and_whose_gradients_are_not_accuses_nobody(
+    steps: str, ops: str, tmp_path: Path
+) -> None:
     def program(in_parts: bool, rate: float = 0.1) -> Program:
         def run() -> None:
             one, two, x = layers()
@@ -352,10 +377,83 @@ def test_a_loss_that_is_divided_and_whose_gradients_are_not_accuses_nobody(steps
 
         return run
 
-    found = why(tmp_path, program(True), program(False, 0.1 if steps == "equal" else 0.2), trains=True)
-    assert [cause.what for cause in found.causes] == (
-        [] if steps == "equal" else ["uses alpha=-0.2 where A uses -0.1"]
-    ), found
+    found = why(tmp_path, program(True), program(False, 0.1 if steps == "equal" else 0.2), trains=True, ops=ops)
+    if ops == "all":
+        assert [cause.what for cause in found.causes] == (
+            [] if steps == "equal" else ["uses alpha=-0.2 where A uses -0.1"]
+        ), found
+    else:
+        assert bool(found.causes) == (steps != "equal"), found
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_labels_of_which_one_program_marks_the_padding_are_no_smaller_batch(shift: int, tmp_path: Path) -> None:
+    tokens = torch.randint(1, 12, (3, 8), generator=torch.Generator().manual_seed(2))
+    tokens[0, 5:] = 0
+    one, two, _ = layers()
+
+    def gradients(loss: Tensor) -> None:
+        torch.autograd.grad(loss, [*one.parameters(), *two.parameters()])
+
+    def marked() -> None:
+        logits = two(one(F.one_hot(tokens, 16).float()).tanh())
+        labels = (tokens % 4).masked_fill(tokens == 0, -100)
+        gradients(F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()))
+
+    def by_hand() -> None:
+        logits = two(one(F.one_hot(tokens, 16).float()).tanh())[:, :-1].log_softmax(-1)
+        at = tokens[:, 1 - shift : 8 - shift]
+        each = -logits.gather(-1, (at % 4)[..., None])[..., 0] * (at != 0)
+        gradients(each.sum() / (at != 0).sum())
+
+    found = why(tmp_path, marked, by_hand, trains=True)
+    assert (found.equal, bool(found.causes)) == (not shift, bool(shift)), found
+
+
+def test_a_program_that_rounds_more_and_computes_the_same_is_not_accused(tmp_path: Path) -> None:
+    one, two, x = layers()
+
+    def program(turns: float) -> Program:
+        # More turns are the same angle, whose sine has the error of a number that is so much larger.
+        return lambda: two(one(x) + torch.sin(torch.arange(16) * 0.1 + turns * 2 * torch.pi))
+
+    assert not why(tmp_path, program(0), program(20)).causes
+    assert why(tmp_path / "other", program(0), program(20.001)).causes
+
+
+def test_channels_are_found_step_by_step(tmp_path: Path) -> None:
+    conv: Any
+    conv, x = nn.Conv1d(8, 8, 2), torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(1))
+    last: Any = nn.Conv1d(8, 4, 1)
+
+    def steps(slope: float) -> Any:
+        (w, b), out = conv.parameters(), []
+        for t in range(5):
+            y = F.leaky_relu(x[..., t] @ w[..., 0].T + x[..., t + 1] @ w[..., 1].T + b, slope)
+            out.append(y @ last.weight[..., 0].T + last.bias)
+        return torch.stack(out, -1)
+
+    found = why(tmp_path, lambda: last(F.leaky_relu(conv(x))), lambda: steps(0.1))
+    assert [cause.place.op for cause in found.causes] == ["aten::leaky_relu"], found
+    assert why(tmp_path / "same", lambda: last(F.leaky_relu(conv(x))), lambda: steps(0.01)).equal
+
+
+def test_what_updates_a_weight_is_accused_and_not_the_product_that_reads_it(tmp_path: Path) -> None:
+    def program(power: float) -> Program:
+        def run() -> None:
+            one, two, x = layers()
+            for _ in range(2):
+                weights = [*one.parameters(), *two.parameters()]
+                gradients = torch.autograd.grad(two(one(x).tanh()).square().mean(), weights)
+                with torch.no_grad():
+                    for weight, gradient in zip(weights, gradients, strict=True):
+                        weight.sub_((gradient.abs() + 0.1).pow(power))
+
+        return run
+
+    found = why(tmp_path, program(0.5), program(0.6), trains=True)
+    assert found.causes
+    assert not [cause for cause in found.causes if cause.kind == "weight"], found
 
 
 def test_a_mask_of_one_minus_what_is_kept_hides_nothing(tmp_path: Path) -> None:

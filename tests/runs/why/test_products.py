@@ -580,6 +580,24 @@ def test_runs_without_values_are_refused(tensors: str, tmp_path: Path) -> None:
         judged_products(a, b)
 
 
+def test_a_weight_that_is_read_in_both_directions_has_rows_of_both(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    base, down, up = nn.Linear(12, 10), nn.Linear(12, 2, bias=False), nn.Linear(2, 10, bias=False)
+    x, last = torch.randn(6, 12), nn.Linear(10, 3)
+
+    def scaled() -> Any:
+        whole = base.weight + 2 * (up.weight @ down.weight)
+        return last(torch.tanh((linear(x, base.weight) + up(down(x)) * 2) / whole.norm(dim=1) + base.bias))
+
+    def merged() -> Any:
+        one, two, three = (each.weight.detach().clone() for each in (base, up, down))
+        whole = one + 2 * two @ three
+        return last(torch.tanh(linear(x, whole / whole.norm(dim=1, keepdim=True), base.bias)))
+
+    found = told(tmp_path, scaled, merged)
+    assert not found.causes, found
+
+
 def test_runs_without_a_weight_in_common_say_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(OpInterceptError, match=r"no rows in common; record .*, or compare .* with `opintercept diff"):
         told(tmp_path, lambda: torch.randn(3, 4) @ torch.randn(4, 5), lambda: torch.randn(3, 6) @ torch.randn(6, 5))
