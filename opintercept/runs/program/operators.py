@@ -96,21 +96,10 @@ NAMES = frozenset(
     + " ".join((_MOVES, _TRANSFORMS, _OTHERS)).split()
 )
 _WITH_OUT = frozenset(("mm", "addmm", "bmm", "baddbmm", "addbmm", "addmv", "mv", "dot", "vdot"))
-_UNSIZED = frozenset(
-    (
-        "nonzero",
-        "masked_select",
-        "_unique2",
-        "unique_consecutive",
-        "unique_dim",
-        "bincount",
-        "repeat_interleave",
-        "_grouped_mm",
-        "native_layer_norm",
-        "fake_quantize_per_tensor_affine_cachemask",
-        "fake_quantize_per_channel_affine_cachemask",
-    )
-)
+_BY_VALUES = """
+    nonzero masked_select _unique2 unique_consecutive unique_dim bincount repeat_interleave _grouped_mm
+    native_layer_norm fake_quantize_per_tensor_affine_cachemask fake_quantize_per_channel_affine_cachemask
+"""
 
 
 def is_unsized(name: str, given: Given) -> bool:
@@ -118,7 +107,7 @@ def is_unsized(name: str, given: Given) -> bool:
     if name == "index":
         indices = [each for each in given["indices"] if each is not None]
         return len(indices) == 1 and indices[0].dtype == torch.bool
-    return name in _UNSIZED
+    return name in _BY_VALUES.split()
 
 
 def _need(condition: bool, what: str) -> None:

@@ -34,6 +34,16 @@ _REST = 1e-4  # of the difference that may be left with an argument of B, whose 
 _LITTLE = 10  # operators that differ, which are named although nothing was tried that reproduces B
 _MOST = 3  # changes that are named
 _PRODUCTS = frozenset(("mm", "addmm", "linear", "bmm", "baddbmm", "matmul", "convolution"))
+_PLAIN = (  # B's own numbers, tensors and calls
+    *(other_operands.weights, other_arguments.arguments, other_arguments.theirs, other_arguments.together),
+    *(other_operands.draws, other_operands.tensors, other_operands.tables, other_operands.reads, other_operands.parts),
+    *(other_operators.calls, unrecorded.parameters, unrecorded.rows),
+)
+_OTHERS = (  # other operators, roundings and numbers
+    *(other_operators.operators, other_operators.functions, other_operators.not_updated, other_operators.left_out),
+    *(other_operators.added, other_operators.roundings, other_operands.exchanged, other_operands.exchanged_results),
+    *(other_arguments.variants, other_arguments.numbers),
+)
 _IDLE = frozenset(
     ("clone", "_to_copy", "copy", "contiguous", "empty", "empty_like", "zeros", "zero", "detach", "alias")
 )
@@ -240,10 +250,10 @@ def _search(accused: Accused) -> tuple[list[Change], list[Change]]:
     off = accused.spread.ratio(accused.target, accused.found.joint.tensor.unit)
     wide = accused.widened()
     for region, changes in (
-        (accused, _plain(accused)),
+        (accused, (change for tried in _PLAIN for change in tried(accused))),
         (wide, other_arguments.arguments(wide)),
         (wide, unrecorded.biases(wide)),
-        (accused, _others(accused)),
+        (accused, (change for tried in _OTHERS for change in tried(accused))),
         (wide, other_arguments.numbers(wide) if wide.judge.partial else ()),
     ):
         for change in changes:
@@ -267,36 +277,6 @@ def _search(accused: Accused) -> tuple[list[Change], list[Change]]:
     for found in (good, near):
         found.sort(key=lambda change: (change.rank, -order.get(change.step.number, 0)))
     return good, near
-
-
-def _plain(accused: Accused) -> Iterator[Change]:
-    """B's own numbers, tensors and calls."""
-    yield from other_operands.weights(accused)
-    yield from other_arguments.arguments(accused)
-    yield from other_arguments.theirs(accused)
-    yield from other_arguments.together(accused)
-    yield from other_operands.draws(accused)
-    yield from other_operands.tensors(accused)
-    yield from other_operands.tables(accused)
-    yield from other_operands.reads(accused)
-    yield from other_operands.parts(accused)
-    yield from other_operators.calls(accused)
-    yield from unrecorded.parameters(accused)
-    yield from unrecorded.rows(accused)
-
-
-def _others(accused: Accused) -> Iterator[Change]:
-    """Other operators, roundings and numbers."""
-    yield from other_operators.operators(accused)
-    yield from other_operators.functions(accused)
-    yield from other_operators.not_updated(accused)
-    yield from other_operators.left_out(accused)
-    yield from other_operators.added(accused)
-    yield from other_operators.roundings(accused)
-    yield from other_operands.exchanged(accused)
-    yield from other_operands.exchanged_results(accused)
-    yield from other_arguments.variants(accused)
-    yield from other_arguments.numbers(accused)
 
 
 def plainly(accused: Accused) -> Iterator[Change]:

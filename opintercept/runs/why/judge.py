@@ -323,10 +323,10 @@ class Judge(Both):
                 if untrusted - self.taken:
                     self.taken |= untrusted
                     return True
-                if not self._is_same(accused, ends, bad):
+                agrees = accused.rounds_alone()
+                if not (agrees or self._is_same(accused, ends, bad)):
                     stale -= after
                     continue
-                agrees = accused.rounds_alone()
             if not (known or agrees):
                 guessed = self._guessed(accused)
                 said = Explained(None) if guessed else explained(accused)

@@ -52,16 +52,8 @@ def with_arguments(group: Sequence[Step], values: Mapping[str, Any]) -> Edits:
     return dict.fromkeys((step.number for step in group), edit)
 
 
-def with_number(group: Sequence[Step], name: str, value: float) -> Edits:
-    """Another number for an argument."""
-    return with_arguments(group, {name: value})
-
-
-def with_operand(group: Sequence[Step], place: int, value: torch.Tensor) -> Edits:
-    def edit(step: Step, x: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
-        return step.compute([value if at == place else each for at, each in enumerate(x)])
-
-    return dict.fromkeys((step.number for step in group), edit)
+def with_operand(step: Step, place: int, value: torch.Tensor) -> Edits:
+    return {step.number: replaced(None, place, value)}
 
 
 def applying(function: Callable[[torch.Tensor], torch.Tensor], place: int) -> Edit:
@@ -102,10 +94,6 @@ def as_given(step: Step, x: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | N
 
 def constant(value: torch.Tensor) -> Edit:
     return lambda step, x: [value]
-
-
-def passed(place: int) -> Edit:
-    return lambda step, x: [x[place]]
 
 
 def scaled(group: Sequence[Step], factor: float) -> Edits:

@@ -49,7 +49,7 @@ def weights(accused: Accused) -> Iterator[Change]:
             edits: Edits = {end.number: constant(base + moved.reshape(base.shape))}
             yield Change(rank, kind, words, step, edits)
         value = found[1] if step.operator == "linear" else found[1].mT
-        yield Change(rank, kind, words, step, with_operand([step], place, value))
+        yield Change(rank, kind, words, step, with_operand(step, place, value))
 
 
 def tensors(accused: Accused) -> Iterator[Change]:
@@ -93,10 +93,10 @@ def tensors(accused: Accused) -> Iterator[Change]:
                     kind, words = weight_words(own.double(), value.double())
                 likely = whole or kind != "operand" or what in ("bias", "mask")
                 rank = 2 if is_made or not likely else 0 if whole else 1
-                yield Change(rank, kind, words, of, with_operand([step], place, value))
+                yield Change(rank, kind, words, of, with_operand(step, place, value))
             if own.is_floating_point() and (what in ("bias", "mask") or own.dim() <= 1):
                 for number in (0.0, 1.0):
-                    edits = with_operand([step], place, torch.full_like(own, number))
+                    edits = with_operand(step, place, torch.full_like(own, number))
                     yield Change(2, "operator", f"has no {what} here", step, edits)
 
 
@@ -188,7 +188,7 @@ def reads(accused: Accused) -> Iterator[Change]:
                     continue
                 value = in_double(judge.b.program.value(region)).reshape(mine.shape)
                 between = _between(accused, maker, writers)
-                edits = with_operand([step], place, value)
+                edits = with_operand(step, place, value)
                 if between:
                     names = left_out_words(between, accused.given(between[-1]))
                     yield Change(0, "operator", names, between[0], edits)

@@ -23,7 +23,6 @@ from opintercept.runs.why.changes.edits import (
     called,
     constant,
     like,
-    passed,
     rounded,
 )
 from opintercept.runs.why.changes.wording import (
@@ -124,8 +123,8 @@ def left_out(accused: Accused) -> Iterator[Change]:
                     continue
                 words = left_out_words(steps, accused.given(last))
                 value = own.reshape(region.shape)
-                edits: Edits = {last.number: constant(value)} if count > 1 else {last.number: passed(place)}
-                yield Change(1 + count // 2, "operator", words, steps[0], edits)
+                edit = constant(value) if count > 1 else applying(lambda x: x, place)
+                yield Change(1 + count // 2, "operator", words, steps[0], {last.number: edit})
 
 
 def added(accused: Accused) -> Iterator[Change]:

@@ -27,7 +27,7 @@ def parameters(accused: Accused) -> Iterator[Change]:
             if region.shape != width or flow.writers[step.number][place] != {LEAF}:
                 continue
             own = accused.given(step)[place].double()
-            made = [accused.run(with_operand([step], place, torch.full_like(own, each))) for each in (0.0, 1.0)]
+            made = [accused.run(with_operand(step, place, torch.full_like(own, each))) for each in (0.0, 1.0)]
             if made[0] is None or made[1] is None or made[0].shape != accused.target.shape:
                 continue
             base, slope = (each.reshape(-1, len(own)) for each in (made[0], made[1] - made[0]))
@@ -39,7 +39,7 @@ def parameters(accused: Accused) -> Iterator[Change]:
             other = other.where((other - own).abs() > noise, own)
             if not torch.equal(other, own):
                 words = f"has another {operand_words(step, name, region)}: {apart(own, other)}"
-                yield Change(2, "weight", words, step, with_operand([step], place, other))
+                yield Change(2, "weight", words, step, with_operand(step, place, other))
 
 
 def biases(accused: Accused) -> Iterator[Change]:
@@ -69,4 +69,4 @@ def rows(accused: Accused) -> Iterator[Change]:
     near = torch.cdist(values.reshape(-1, own.shape[-1]), spread.base.reshape(-1, own.shape[-1])).amin(1)
     if bool((near <= LIMIT * spread.usual(theirs.unit) * math.sqrt(own.shape[-1])).all()):
         words = f"reads another part of the result of {place_of(judge.a.steps[maker])}"
-        yield Change(1, "operand", words, step, with_operand([step], place, values.reshape(own.shape)))
+        yield Change(1, "operand", words, step, with_operand(step, place, values.reshape(own.shape)))

@@ -20,17 +20,10 @@ UNSEEN_BIAS = "not compared: the bias of the last product, which only one run ad
 UNSEEN_FACTOR = "not compared: a number by which only A multiplies before the last product, and B may behind it"
 LONGEST = 6  # operators that may be left out together, and that a phrase names
 _WORDS = {
-    "self": "input",
-    "input": "input",
-    "mat1": "input",
-    "tensors": "operand",
-    "mat2": "weight",
-    "other": "operand",
-    "weight": "weight",
-    "bias": "bias",
-    "attn_mask": "mask",
-    "attn_bias": "mask",
+    **{"self": "input", "mat1": "input", "tensors": "operand", "other": "operand", "mat2": "weight"},
+    **{"attn_mask": "mask", "attn_bias": "mask"},
 }
+_BIASES = {"addmm": "self", "baddbmm": "self", "linear": "bias", "convolution": "bias"}
 
 
 def place_of(step: Step) -> Place:
@@ -156,11 +149,4 @@ def weight_words(rows: torch.Tensor, theirs: torch.Tensor) -> tuple[CauseKind, s
 
 def biases_of(step: Step) -> set[int]:
     """The places of what a product adds."""
-    names = (
-        ("self",)
-        if step.operator in ("addmm", "baddbmm")
-        else ("bias",)
-        if step.operator in ("linear", "convolution")
-        else ()
-    )
-    return {place for place, (name, _) in enumerate(step.inputs) if name in names}
+    return {place for place, (name, _) in enumerate(step.inputs) if name == _BIASES.get(step.operator)}
