@@ -14,6 +14,7 @@ import torch
 
 from opintercept._core.gemm import Gemm
 from opintercept._core.tensors import dtype_name, is_tensor
+from opintercept._ops.fragment import Fragment
 from opintercept._ops.op import Args, GemmRule, Kwargs, Op
 
 Part = Literal["in", "out", "in_out", "number"]
@@ -88,6 +89,7 @@ class GeneratedKernel:
         updated: The arguments that it reads and whose memory it writes to.
         tags: As of an `OpOverload`.
         row: Its row of the operator table.
+        fragment: What it stands for; None if that is not known.
     """
 
     is_view = False
@@ -110,6 +112,7 @@ class GeneratedKernel:
         self.line = line
         self.multiplies = multiplies
         self.tags: tuple[torch.Tag, ...] = ()
+        self.fragment: Fragment | None = None
         self.row = _row(self._schema, ops) if multiplies else Op(self._schema.name)
 
     def name(self) -> str:

@@ -44,6 +44,7 @@ class Event(NamedTuple):
         read: The variables that it reads.
         written: Those that it writes or assigns.
         looks: The dtype and the number of elements of variables, as far as the text tells.
+        passed: The variable that each argument of a launch is; None for a number or a part of a variable.
     """
 
     kind: Literal["launch", "extern", "alias"]
@@ -52,6 +53,7 @@ class Event(NamedTuple):
     read: tuple[str, ...]
     written: tuple[str, ...]
     looks: dict[str, tuple[str, int | None]]
+    passed: tuple[str | None, ...] = ()
 
 
 class WrapperSource:
@@ -333,7 +335,8 @@ def _calls(
                 both = [(each, argument.part) for each, argument in zip(pointers, passed, strict=True) if each]
                 read = tuple(each for each, part in both if part != "out")
                 written = tuple(each for each, part in both if part != "in")
-                yield Event("launch", value.lineno, name, read, written, memory.looks(written)), passed
+                whole = tuple(each.id if isinstance(each, ast.Name) else None for each in value.args)
+                yield Event("launch", value.lineno, name, read, written, memory.looks(written), whole), passed
             return
     function = ast.unparse(value.func)
     if re.match(f"{_ALLOCATES}|{_SAME}|{_PLAIN}", function):

@@ -22,9 +22,12 @@ from opintercept._core.tensors import dtype_name, shape_of, share_memory, tensor
 from opintercept._core.text import counted
 from opintercept._kit.copyable import Copyable
 from opintercept._kit.per_call import PerCall
+from opintercept._ops.fragment import UNKNOWN
+from opintercept._ops.generated import GeneratedKernel
 from opintercept._ops.table import row_of
 from opintercept._values.attention import Attention, arguments, attention_of, take, without_autocast
 from opintercept._values.errors import Errors, OtherShape
+from opintercept._values.fragments import judge
 from opintercept._values.precision import convolution_precision, product_precision
 from opintercept._values.read import in_graph_capture, in_memory, without_graph
 
@@ -64,6 +67,9 @@ class ReferenceRow:
         snr: Signal-to-noise ratio in decibels, `20 * log10(norm(r) / norm(y - r))`, as the SQNR of `torch.ao.ns`;
             infinite if there is no error. A float32 product has about 140, a bfloat16 product about 50.
         nonfinite: How many elements are NaN or infinite in `y` or `r` and not the same in the other.
+        ops: The operators that a kernel stands for which torch.compile has generated; None for other calls.
+        excess: The largest error of such a kernel, in units of what rounding explains; above 1 it is wrong.
+        wrong: The operator whose value it gets wrong; None if there is none.
     """
 
     index: int
@@ -80,6 +86,9 @@ class ReferenceRow:
     cosine: float
     snr: float
     nonfinite: int
+    ops: tuple[str, ...] | None = None
+    excess: float | None = None
+    wrong: str | None = None
 
 
 class Reference(Copyable, Table):
@@ -93,6 +102,12 @@ class Reference(Copyable, Table):
     row), convolutions and attention have a reference, forward and backward. `skipped` counts calls without one, by
     reason: integers, dropout, RNN layers, packed and quantised weights, block scales, and operators that torch lacks
     for the dtype.
+
+    With `ops="all"` it holds each kernel that torch.compile generates against the operators that it stands for, run in
+    float64 on the operands of the kernel. `wrong` lists those that are further off than rounding explains, whether or
+    not the kernel rounds between two operators; the limits below are for other calls. What a kernel stands for is known
+    if it is compiled while a block is open. Outputs that hang on a random number or on the last bits of a comparison
+    are counted in `skipped`.
 
     Reference copies the operands to the higher precision, waits for the device at each call, and keeps a row for each
     call. Choose calls with `when`. It measures the changes of an earlier hook too.
@@ -165,7 +180,9 @@ class Reference(Copyable, Table):
     def pre(self, call: OpCall) -> None:
         """Copy the operands that the call is about to overwrite."""
         written = call.written
-        if written and (_is_generic(call) or row_of(call.func).reference):
+        if isinstance(call.func, GeneratedKernel):
+            self._copy_operands(call, call.func)
+        elif written and (_is_generic(call) or row_of(call.func).reference):
             _, args, kwargs = _functional(call)
             try:
                 copies = {
@@ -183,8 +200,12 @@ class Reference(Copyable, Table):
         if isinstance(saved, str):
             self._skip(call, saved)
             return
+        excess = wrong = None
         try:
-            errors = self._compare(call, saved)
+            if isinstance(call.func, GeneratedKernel):
+                errors, excess, wrong = self._compare_kernel(call, call.func, saved)
+            else:
+                errors = self._compare(call, saved)
         except (_NoReference, OtherShape) as reason:
             self._skip(call, str(reason))
             return
@@ -195,9 +216,10 @@ class Reference(Copyable, Table):
         shape = str(gemm) if gemm is not None else "" if lhs is None else str(list(shape_of(lhs)))
         which = call.index, call.step, call.phase, call.module, call.source, call.op
         figures = errors.absolute, errors.relative, errors.ulp, errors.cosine, errors.snr, errors.nonfinite
-        row = ReferenceRow(*which, shape, errors.dtype, *figures)
+        row = ReferenceRow(*which, shape, errors.dtype, *figures, call.ops, excess, wrong)
         self._rows.append(row)
-        self._judge(row)
+        if excess is None:
+            self._judge(row)
 
     def _skip(self, call: OpCall, reason: str) -> None:
         with self._lock:
@@ -221,6 +243,51 @@ class Reference(Copyable, Table):
         if self.action == "raise":
             raise OpInterceptError(text)
         warnings.warn(text, OpInterceptWarning, stacklevel=2)
+
+    def _copy_operands(self, call: OpCall, kernel: GeneratedKernel) -> None:
+        """Copy what a kernel reads and overwrites. Its wrapper may pass the same memory twice."""
+        read = [argument.name for argument in kernel._schema.arguments if argument.part != "out"]
+        if kernel.fragment is None or kernel.updated.isdisjoint(read):
+            return
+        try:
+            copies = {
+                id(call.args[place]): _copied(call.args[place])
+                for place in kernel.fragment.given
+                if kernel._schema.arguments[place].name in kernel.updated and in_memory(call.args[place])
+            }
+            self._saved.put(call, _Saved(call.args, copies))
+        except torch.OutOfMemoryError as error:
+            self._saved.put(call, str(error).partition("\n")[0])
+
+    def _compare_kernel(
+        self, call: OpCall, kernel: GeneratedKernel, saved: _Saved | None
+    ) -> tuple[Errors, float, str | None]:
+        """Measure what a generated kernel has written against its operators: the errors, their excess, what is wrong."""
+        tensors = [*tensors_of(call.args, {})]
+        if kernel.fragment is None:
+            raise _NoReference(UNKNOWN)
+        if self.dtype != torch.float64 or any(self.device not in (None, each.device) for each in tensors):
+            raise _NoReference("its operators run in float64 and on its own device only")
+        if not all(map(in_memory, tensors)):
+            raise _NoReference("its operands have no values: their memory was freed, or they wrap other tensors")
+        if any(map(in_graph_capture, tensors)):
+            raise _NoReference("a CUDA graph is being captured, so no value can be read")
+        if saved is not None and saved.args is not call.args:
+            raise _NoReference("its operands were overwritten before they could be copied")
+        copies = {} if saved is None else saved.copies
+        before = [copies.get(id(each), each) for each in call.args]
+        with without_autocast(tensors[0].device):
+            judged, left_out = without_graph(judge, kernel.fragment, before, call.args)
+        for reason in left_out.values():
+            self._skip(call, f"of an output, {reason}")
+        errors = Errors()
+        for each in judged:
+            if each.output.is_floating_point():
+                errors.add(each.output, each.exact)
+        if not judged:
+            raise _NoReference("it has no output that can be held")
+        worst = max(judged, key=lambda each: each.excess)
+        return errors, worst.excess, worst.node.op if worst.excess > 1 else None
 
     def _compare(self, call: OpCall, saved: _Saved | None) -> Errors:
         """Compute the reference of a call, or say why it has none, and measure its output against it."""
@@ -339,6 +406,11 @@ class Reference(Copyable, Table):
         return sorted(self._rows, key=lambda row: getattr(row, by), reverse=by.startswith("max"))[:n]
 
     @property
+    def wrong(self) -> list[ReferenceRow]:
+        """The generated kernels whose error is more than rounding explains, in the order of the calls."""
+        return [row for row in self._rows if row.excess is not None and row.excess > 1]
+
+    @property
     def skipped(self) -> dict[str, int]:
         """How many calls have no row, by operator and reason."""
         return dict(self._skipped)
@@ -366,12 +438,29 @@ class Reference(Copyable, Table):
             ]
             for row in self.worst(_TABLE_ROWS)
         ]
-        notes = []
+        notes = [_accusation(row) for row in self.wrong[:1]]
         if len(self._rows) > _TABLE_ROWS:
             notes.append(f"and {len(self._rows) - _TABLE_ROWS} calls with smaller errors")
         notes += [f"skipped {count} {reason}" for reason, count in self._skipped.items()]
         head = ["module", "op", "shape", "dtype", "phase", "call", *figures]
         return Cells(head, table, left=5, notes=notes)
+
+
+def _accusation(row: ReferenceRow) -> str:
+    """A wrong kernel in words."""
+    where = f" in {row.module}" if row.module else ""
+    line = f" at {row.source}" if row.source else ""
+    ops = ", ".join(row.ops or ())
+    return (
+        f"call {row.index} is wrong: {row.op}, which stands for {ops}{where}{line}; its {row.wrong} is off by "
+        f"{row.excess:.3g} times what rounding explains"
+    )
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, also where memory between the elements is someone else's."""
+    tensor = tensor.detach()
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _rounds_float32(call: OpCall, device: torch.device) -> bool:

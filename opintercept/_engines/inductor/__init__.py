@@ -23,6 +23,7 @@ from opintercept._core.fork import in_child
 from opintercept._engines import scope as _scope
 from opintercept._engines.base import Watcher
 from opintercept._engines.dynamo import keep_out
+from opintercept._engines.inductor.provenance import graph_that_loads, tell
 from opintercept._engines.modes import run_hooked
 from opintercept._engines.patches import Place, Replaced, Replacements, Wrapped
 from opintercept._engines.scope import UNKNOWN, Scope, state
@@ -200,6 +201,9 @@ def _loading(original: Any) -> Any:
     @functools.wraps(load)
     def load_by_key_path(cls: type, *args: Any, **kwargs: Any) -> Any:
         module = load(cls, *args, **kwargs)
+        graph = graph_that_loads()
+        if graph is not None and getattr(module, "__file__", None):
+            tell(graph, wrapper_at(str(module.__file__)))
         come()
         return module
 

@@ -1,0 +1,112 @@
+"""`Fragment`: the part of a compiled graph that one launch of a generated kernel stands for.
+
+Invariant: it is data, without a graph, a compiler or a tensor behind it. What is not sure is left out, with a reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Ref(NamedTuple):
+    """A node among the arguments of another."""
+
+    name: str
+
+
+class Node(NamedTuple):
+    """A node of the graph.
+
+    Attributes:
+        name: Its name in the graph.
+        func: The overload that it calls, or what takes an item; None for an input or what is no operator.
+        args: With a `Ref` for each node.
+        kwargs: Likewise.
+        dtype: Of its output; None if that is no tensor.
+    """
+
+    name: str
+    func: Callable[..., Any] | None
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = {}
+    dtype: torch.dtype | None = None
+
+    @property
+    def op(self) -> str:
+        """The packet, `"aten::log"`, or `"getitem"`; `""` for an input."""
+        schema = getattr(self.func, "_schema", None)
+        return getattr(self.func, "__name__", "") if schema is None else schema.name
+
+    def operands(self) -> Iterator[str]:
+        """The nodes among its arguments."""
+        return refs((self.args, *self.kwargs.values()))
+
+
+def refs(value: Any) -> Iterator[str]:
+    """The nodes in nested arguments."""
+    if isinstance(value, Ref):
+        yield value.name
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from refs(item)
+
+
+class Held(NamedTuple):
+    """The node whose value a buffer holds, and how it lies there."""
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class Fragment(NamedTuple):
+    """What one launch stands for.
+
+    Attributes:
+        nodes: Those of the graph, in order.
+        given: The nodes that arguments hold before, by the place of the argument.
+        made: Those that they hold afterwards.
+        left_out: Why other outputs cannot be held, by the place of the argument.
+        unclear: Nodes that arguments hold a part of, which cannot be told.
+    """
+
+    nodes: Mapping[str, Node]
+    given: Mapping[int, Held]
+    made: Mapping[int, Held]
+    left_out: Mapping[int, str]
+    unclear: frozenset[str]
+
+    def needed(self, name: str, known: Collection[str]) -> list[Node]:
+        """The nodes to compute for one of them, down to those that are known, in order.
+
+        Raises:
+            NotTold: It needs something that the kernel is not given.
+        """
+        found: set[str] = set()
+        open_ = [name]
+        while open_:
+            each = open_.pop()
+            if each in known or each in found:
+                continue
+            node = self.nodes.get(each)
+            if node is None or node.func is None:
+                raise NotTold(f"it needs {each!r}, which is no operand")
+            if each in self.unclear:
+                raise NotTold("one of its operands holds what no operator of the graph returns")
+            found.add(each)
+            open_ += node.operands()
+        return [node for each, node in self.nodes.items() if each in found]
+
+
+class NotTold(Exception):
+    """An output cannot be held against operators; the message says why."""
+
+
+UNKNOWN = (
+    "what it stands for is only known of kernels that are compiled while a block is open; "
+    "TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 takes none from a cache"
+)
+"""Why a kernel has no fragment."""
