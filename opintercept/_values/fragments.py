@@ -14,7 +14,7 @@ import torch
 
 from opintercept._core.tensors import is_tensor
 from opintercept._ops.fragment import Fragment, Held, Node, NotTold, Ref
-from opintercept._values.rounding import of_adding, ulp, unit
+from opintercept._values.rounding import SIGMA, of_adding, ulp, unit
 
 _TRIALS = 4
 
@@ -150,12 +150,11 @@ class _Random(NotTold):
 
 
 class _Value(NamedTuple):
-    """A node's value: exact, and as it may come out with roundings on the way; `sure` if no rounding is in it."""
+    """A node's value: exact, and as it may come out with roundings on the way; `sure` if none is in it."""
 
     exact: Any
     trials: tuple[Any, ...]
     sure: bool
-    terms: float  # of the largest sum on the way
 
 
 class _Evaluation:
@@ -167,7 +166,7 @@ class _Evaluation:
         self._values: dict[str, _Value] = {}
         for name, value in given.items():
             wide = value.double() if value.is_floating_point() else value
-            self._values[name] = _Value(wide, (wide,) * _TRIALS, True, 1.0)
+            self._values[name] = _Value(wide, (wide,) * _TRIALS, True)
         self._plain: dict[str, Any] = dict(given)
         self._generator = torch.Generator().manual_seed(0)
 
@@ -217,32 +216,29 @@ class _Evaluation:
         floats = [each for each in operands if _is_float(each.exact)]
         if not sure and floats and any(not each.sure for each in floats):
             if short in _COMPARED or (short in _CONVERSION and not _is_float_dtype(node.dtype)):
-                self._check_decided(node, short, floats)
+                self._check_decided(node, short)
             elif short in _JUMPS or _divides_down(node) or (short in ("max", "min") and "dim" in str(node.func)):
                 raise NotTold(f"{node.op} hangs on the last bits of what it gets")
         sums = re.search(_SUMS, short) is not None
         least = unit(torch.float32) if node.dtype != torch.float64 else unit(torch.float64)
         exact = _run(node, {name: self._values[name].exact for name in node.operands()})
+        # Roundings of partial sums count as roundings of what is added up.
+        off = least * of_adding(_terms(exact, [each.exact for each in operands]), 1.0) if sums else 0.0
         trials = []
         for trial in range(_TRIALS):
             values = {name: self._values[name].trials[trial] for name in node.operands()}
             if sums:
-                values = {name: self._off(value, least) for name, value in values.items()}
+                values = {name: _mapped(value, lambda each: self._off(each, off)) for name, value in values.items()}
             made = _run(node, values)
             if short not in _VIEWS and not (short in _CONVERSION and sure and _keeps(node, operands)):
                 made = _mapped(made, lambda each: self._rounded(each, node, least))
             trials.append(made)
         rounds = _is_float_dtype(node.dtype) or node.dtype is None
         kept = short in _VIEWS or not rounds
-        terms = max([each.terms for each in operands], default=1.0)
-        if sums:
-            terms = max(terms, _terms(exact, [each.exact for each in operands]))
-        return _Value(exact, tuple(trials), sure and kept, terms)
+        return _Value(exact, tuple(trials), sure and kept)
 
-    def _off(self, value: Any, least: float) -> Any:
-        if not is_tensor(value) or not value.is_floating_point():
-            return value
-        return value * (1 + least * self._signs(value))
+    def _off(self, value: torch.Tensor, size: float) -> torch.Tensor:
+        return value * (1 + size * self._signs(value)) if value.is_floating_point() else value
 
     def _rounded(self, value: torch.Tensor, node: Node, least: float) -> torch.Tensor:
         if not value.is_floating_point():
@@ -261,7 +257,7 @@ class _Evaluation:
         signs = torch.randint(0, 2, value.shape, generator=self._generator, dtype=torch.float64) * 2 - 1
         return signs.to(value.device)
 
-    def _check_decided(self, node: Node, short: str, floats: list[_Value]) -> None:
+    def _check_decided(self, node: Node, short: str) -> None:
         """Roundings must not decide a comparison."""
         if short in _CONVERSION and node.dtype != torch.bool:
             raise NotTold(f"{node.op} to whole numbers hangs on the last bits of what it gets")
@@ -270,8 +266,7 @@ class _Evaluation:
         gaps = [pair[0] - pair[1] if short in _COMPARED else pair[0] for pair in values]
         off = torch.stack([torch.as_tensor(gap - gaps[0]).abs().nan_to_num(0.0) for gap in gaps[1:]]).amax(0)
         off = torch.maximum(off, off.mean())
-        terms = max(each.terms for each in floats)
-        if bool((torch.as_tensor(gaps[0]).abs() <= 2 * of_adding(terms) * off).any()):
+        if bool((torch.as_tensor(gaps[0]).abs() <= 2 * SIGMA * off).any()):
             raise NotTold(f"{node.op} hangs on the last bits of what it gets")
 
     def _in_own_dtypes(self, name: str) -> torch.Tensor:
@@ -297,7 +292,7 @@ def _bound(value: _Value, exact: torch.Tensor, dtype: torch.dtype) -> torch.Tens
     rows = square if square.dim() and square.shape[-1] >= 16 else square.reshape(1, -1)
     together = rows.mean(-1, keepdim=True).expand_as(rows).reshape(square.shape)
     noise = torch.maximum(square, together).sqrt()
-    return of_adding(value.terms) * noise + ulp(exact.nan_to_num(), dtype) + torch.finfo(dtype).tiny
+    return SIGMA * noise + ulp(exact.nan_to_num(), dtype) + torch.finfo(dtype).tiny
 
 
 def _beyond(
