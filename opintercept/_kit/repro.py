@@ -63,8 +63,9 @@ def plain_arguments(
     format `{"torch": name}`, a device `{"device": name}` and a list `{"list": [...]}`. All else raises a
     TypeError. `before` has earlier copies of the operands that the operator has overwritten, by their name in
     `OpCall.tensors`. `keep` gets strided tensors, which may have conjugate or negative bits. With `place`, each tensor
-    has `"memory"` too, which it returns, and the outputs are there as `"outputs": [...]`, without a `"tensor"`.
-    `tokens` are what stands for paged caches, see `OpCall.tokens`.
+    has `"memory"` too, which it returns, and the outputs are there as `"outputs": [...]`, without a `"tensor"`. A
+    generated kernel has `"stands_for"` then, see `Fragment.as_plain`. `tokens` are what stands for paged caches, see
+    `OpCall.tokens`.
     """
     tensors = call.tensors
     old = {id(tensors[name]): tensor for name, tensor in before.items() if name in tensors}
@@ -103,6 +104,8 @@ def plain_arguments(
         found["outputs"] = [
             None if each is None else {"shape": list(each.shape), "memory": place(each)} for each in strided
         ]
+        if (stands_for := getattr(call.func, "stands_for", None)) is not None:  # of a generated kernel
+            found["stands_for"] = stands_for
     return found
 
 

@@ -100,6 +100,48 @@ class Fragment(NamedTuple):
             open_ += node.operands()
         return [node for each, node in self.nodes.items() if each in found]
 
+    def as_plain(self) -> dict[str, Any] | None:
+        """The fragment as JSON can hold it; None if an argument is no plain data."""
+        needed: dict[str, Node] = {}
+        known = {held.name for held in self.given.values()}
+        left_out = {str(place): reason for place, reason in self.left_out.items()}
+        for place, held in self.made.items():
+            try:
+                needed |= {node.name: node for node in self.needed(held.name, known)}
+            except NotTold as reason:
+                left_out[str(place)] = str(reason)
+        made = {place: held for place, held in self.made.items() if str(place) not in left_out}
+        try:
+            nodes = [_plain_node(each) for name, each in self.nodes.items() if name in needed]
+        except TypeError:
+            return None
+        places = ({str(place): [*map(_listed, held)] for place, held in part.items()} for part in (self.given, made))
+        return dict(zip(("given", "made"), places, strict=True)) | {"nodes": nodes, "left_out": left_out}
+
+
+def _plain_node(node: Node) -> list[Any]:
+    kwargs = {key: _plain(value) for key, value in node.kwargs.items()}
+    return [node.name, str(node.func), [*map(_plain, node.args)], kwargs, _plain(node.dtype)]
+
+
+def _listed(value: Any) -> Any:
+    return [*value] if isinstance(value, tuple) else value
+
+
+def _plain(value: Any) -> Any:
+    """As `_kit.repro.plain_arguments` writes arguments, with a node for each tensor."""
+    if isinstance(value, Ref):
+        return {"node": value.name}
+    if isinstance(value, (list, tuple)):
+        return {"list": [_plain(each) for each in value]}
+    if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
+        return {"torch": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"device": str(value)}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(f"an argument must be plain data, got a {type(value).__name__}")
+
 
 class NotTold(Exception):
     """An output cannot be held against operators; the message says why."""

@@ -5,10 +5,11 @@ Invariant: it has what hooks ask of an `OpOverload`, so that its calls need no c
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -114,6 +115,13 @@ class GeneratedKernel:
         self.tags: tuple[torch.Tag, ...] = ()
         self.fragment: Fragment | None = None
         self.row = _row(self._schema, ops) if multiplies else Op(self._schema.name)
+
+    @functools.cached_property
+    def stands_for(self) -> dict[str, Any] | None:
+        """Its fragment, as a recorder writes it, with the places of the arguments that are its outputs."""
+        plain = None if self.fragment is None else self.fragment.as_plain()
+        written = [place for place, each in enumerate(self._schema.arguments) if each.alias_info is not None]
+        return None if plain is None else plain | {"written": written}
 
     def name(self) -> str:
         """As of an `OpOverload`."""

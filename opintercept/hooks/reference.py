@@ -262,7 +262,7 @@ class Reference(Copyable, Table):
     def _compare_kernel(
         self, call: OpCall, kernel: GeneratedKernel, saved: _Saved | None
     ) -> tuple[Errors, float, str | None]:
-        """Measure what a generated kernel has written against its operators: the errors, their excess, what is wrong."""
+        """Hold a generated kernel against its operators: the errors, their excess, and the operator that is wrong."""
         tensors = [*tensors_of(call.args, {})]
         if kernel.fragment is None:
             raise _NoReference(UNKNOWN)

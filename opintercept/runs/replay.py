@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -23,7 +23,7 @@ from opintercept._core.text import printable
 from opintercept._kit.repro import write_repro
 from opintercept._values import roundoff
 from opintercept._values.errors import between
-from opintercept.runs.program import again
+from opintercept.runs.program import again, kernels
 from opintercept.runs.record.description import FLAGS
 from opintercept.runs.store.codec import StoredCall, is_output
 from opintercept.runs.store.run import MAX_TENSOR, Run
@@ -43,6 +43,8 @@ class Replayed:
         max_relative: The largest relative error.
         max_ulp: The largest error in units in the last place of the coarser dtype.
         cosine: The cosine similarity.
+        excess: The error of a kernel that torch.compile has generated, in units of what rounding explains: above 1 it
+            is wrong. None for other calls.
     """
 
     role: str
@@ -53,6 +55,7 @@ class Replayed:
     max_relative: float
     max_ulp: float
     cosine: float
+    excess: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,37 +64,50 @@ class Replay(Page):
 
     Attributes:
         call: The recorded call.
-        func: The operator that was called.
+        func: The operator that was called, or the generated kernel.
         outputs: Its outputs, compared with the recorded ones.
         elapsed: Host time in seconds, until the device was done.
+        left_out: Why other outputs of a generated kernel cannot be compared, by role.
     """
 
     call: StoredCall
     func: str
     outputs: tuple[Replayed, ...]
     elapsed: float
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def equal(self) -> bool:
-        """Whether all outputs are the same bit for bit."""
-        return all(output.equal for output in self.outputs)
+        """Whether all outputs are the same bit for bit; those of a generated kernel, up to rounding."""
+        return all(output.equal if output.excess is None else output.excess <= 1 for output in self.outputs)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain data; NaN and infinities as text, since it matters which one a figure is."""
         call = {"index": self.call.record.index, "rank": self.call.rank, "func": self.func, "equal": self.equal}
         outputs = [{name: _finite(value) for name, value in asdict(output).items()} for output in self.outputs]
-        return call | {"elapsed": self.elapsed, "outputs": outputs}
+        return call | {"elapsed": self.elapsed, "outputs": outputs, "left_out": dict(self.left_out)}
 
     def parts(self) -> Iterator[Part]:
         """What `print` shows."""
         record = self.call.record
         made = f"call {record.index} of rank {self.call.rank}: {self.func} ({record.phase})"
-        yield f"{made}, run again in {self.elapsed * 1e3:.3f} ms"
+        if record.ops is None:
+            yield f"{made}, run again in {self.elapsed * 1e3:.3f} ms"
+        else:
+            line = f" at {printable(record.source)}" if record.source else ""
+            yield f"{made}{line}, held against {', '.join(record.ops)}, run in float64"
         for output in self.outputs:
             if output.equal:
                 yield f"  {output.role} {output.now}: the same bit for bit"
                 continue
-            yield f"  {output.role}: {output.now} now, compared with the {output.recorded} of the run"
+            if output.excess is not None:
+                wrong = output.excess > 1
+                explained = f"  {output.role} {output.recorded}: the largest error is {output.excess:.3g} times"
+                yield f"{explained} what rounding explains{', so the kernel is wrong' if wrong else ''}"
+                if not wrong:
+                    continue
+            else:
+                yield f"  {output.role}: {output.now} now, compared with the {output.recorded} of the run"
             if output.recorded.shape != output.now.shape:
                 yield "    they have different shapes"
                 continue
@@ -104,7 +120,10 @@ class Replay(Page):
             }
             for name, (figure, meaning) in figures.items():
                 yield f"    {name:18}  {figure:>11}  {meaning}"
-            yield f"    {_expected(self.call, coarser)}"
+            if output.excess is None:
+                yield f"    {_expected(self.call, coarser)}"
+        for role, reason in self.left_out.items():
+            yield f"  {role}: left out, since {printable(reason)}"
 
 
 def _finite(value: Any) -> Any:
@@ -138,6 +157,9 @@ def replay(
 ) -> Replay:
     """Run a recorded call again without its program. The run must have been recorded with `tensors="full"`.
 
+    A kernel that torch.compile has generated is not run: its outputs are held against the operators that it stands for,
+    run in float64 on the recorded operands. That takes a run whose block was open when the kernel was compiled.
+
     Args:
         run: The run.
         index: The call's `record.index`.
@@ -165,6 +187,10 @@ def replay(
     """
     chosen = _parsed(flags or {})
     call = _find(run, index, rank)
+    if kernels.is_kernel(call):
+        if dtype not in (None, torch.float64) or torch.device(device).type != "cpu" or chosen:
+            raise ValueError("the operators of a generated kernel run in float64 on the CPU; leave out other settings")
+        return _held(run, call, limit)
     name = again.operator_of(call.record.op, call.record.func).name
     try:
         device = torch.device(device)
@@ -196,6 +222,23 @@ def replay(
         if then_was is not None and place < len(outputs) and isinstance(outputs[place], torch.Tensor):
             found.append(_compared(role, then_was, outputs[place].cpu()))
     return Replay(call, name, tuple(found), elapsed)
+
+
+def _held(run: Run, call: StoredCall, limit: int) -> Replay:
+    """Hold a generated kernel against its operators."""
+    run.check_trusted()
+    started = time.perf_counter()
+    with torch.no_grad():
+        judged, left_out = kernels.held(run, call, limit)
+    elapsed = time.perf_counter() - started
+    if not judged:
+        reason = next(iter(left_out.values()), "it has no output")
+        raise OpInterceptError(f"call {call.record.index} cannot be held against operators: {printable(reason)}")
+    found = [
+        replace(_compared(role, each.output.detach(), each.exact), excess=each.excess, equal=False)
+        for role, each in judged
+    ]
+    return Replay(call, call.record.op, tuple(found), elapsed, left_out)
 
 
 def write_script(run: Run, index: int, path: str | os.PathLike[str], *, rank: int | None = None) -> str:

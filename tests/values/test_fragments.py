@@ -5,7 +5,6 @@ A wrong kernel is made by a change of the text that Inductor generates, before i
 
 from __future__ import annotations
 
-import importlib
 import linecache
 import re
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from compiler import needs_compiler
+from planted import compiled_in, replaced
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -54,23 +54,13 @@ IDS = torch.randint(0, 20, (3, 16), generator=torch.Generator().manual_seed(0))
 def held(dtype: torch.dtype, plant: Callable[[str], str], trains: bool = True) -> Reference:
     """What `Reference` says of a step whose graphs are compiled in its block, with what is planted into their text."""
     torch.manual_seed(0)
-    torch._dynamo.reset()
-    cache = importlib.import_module("torch._inductor.codecache").PyCodeCache
-    write = cache.write
-
-    def planted(source: str, *args: Any, **options: Any) -> Any:
-        return write(plant(source), *args, **options)
-
     reference = Reference()
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(cache, "write", planted)
-        with torch._inductor.config.patch(compile_threads=1, fx_graph_cache=False):
-            net: Any = torch.compile(Net().to(dtype))
-            with intercept(reference, ops="all"), torch.set_grad_enabled(trains):
-                out = net(IDS)
-                if trains:
-                    out.sum().backward()
-    torch._dynamo.reset()
+    with compiled_in(plant):
+        net: Any = torch.compile(Net().to(dtype))
+        with intercept(reference, ops="all"), torch.set_grad_enabled(trains):
+            out = net(IDS)
+            if trains:
+                out.sum().backward()
     return reference
 
 
@@ -84,24 +74,9 @@ class TestHealthy:
     pytestmark = compiles
 
     def test_no_kernel_is_accused(self, dtype: torch.dtype, trains: bool) -> None:
-        reference = held(dtype, lambda text: text, trains)
+        reference = held(dtype, str, trains)
         assert reference.wrong == []
         assert len(kernels(reference)) >= (8 if trains else 4)
-
-
-def replaced(pattern: str, by: str, place: int = 0) -> Callable[[str], str]:
-    """Change one match of a pattern in the text of all wrappers together."""
-    seen = 0
-
-    def plant(text: str) -> str:
-        def change(match: re.Match[str]) -> str:
-            nonlocal seen
-            seen += 1
-            return match.expand(by) if seen == place + 1 else match[0]
-
-        return re.sub(pattern, change, text)
-
-    return plant
 
 
 BOTH = (torch.float32, torch.bfloat16)
@@ -142,8 +117,8 @@ class TestPlanted:
         assert f"call {wrong[0].index} is wrong: {wrong[0].op}, which stands for" in str(reference)
 
 
-def node(func: Any, *args: Any, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Callable[[str], Node]:
-    return lambda name: Node(name, func, args, kwargs, dtype)
+def node(func: Any, *args: Any, made: torch.dtype = torch.float32, **kwargs: Any) -> Callable[[str], Node]:
+    return lambda name: Node(name, func, args, kwargs, made)
 
 
 def fragment(made: str, shape: tuple[int, ...], **nodes: Callable[[str], Node]) -> Fragment:
@@ -163,10 +138,9 @@ X = torch.linspace(-2, 2, 64).reshape(4, 16)
 ROUNDED = fragment(
     "low",
     (4, 16),
-    low=node(aten.mul.Tensor, Ref("half"), 3.0, dtype=torch.bfloat16),
-    half=node(torch.ops.prims.convert_element_type.default, Ref("x"), torch.bfloat16, dtype=torch.bfloat16),
+    half=node(aten._to_copy.default, Ref("x"), dtype=torch.bfloat16, made=torch.bfloat16),
+    low=node(aten.mul.Tensor, Ref("half"), 3.0, made=torch.bfloat16),
 )
-ROUNDED = ROUNDED._replace(nodes=dict(sorted(ROUNDED.nodes.items(), key=lambda pair: ["x", "half", "low"].index(pair[0]))))
 
 
 def test_a_kernel_may_round_between_operators_or_not() -> None:
@@ -209,7 +183,7 @@ def test_what_hangs_on_last_bits_is_left_out() -> None:
 
 def test_a_comparison_that_no_rounding_decides_is_held() -> None:
     y = node(aten.mul.Tensor, Ref("x"), 1.5)
-    zero = node(aten.gt.Scalar, Ref("y"), 0.0, dtype=torch.bool)
+    zero = node(aten.gt.Scalar, Ref("y"), 0.0, made=torch.bool)
     chosen = node(aten.where.self, Ref("c"), Ref("y"), Ref("x"))
     whole = fragment("z", (4, 16), y=y, c=zero, z=chosen)
     assert judged(whole, X, torch.where(X > 0, X * 1.5, X)) < 1  # type: ignore[operator]
