@@ -27,7 +27,7 @@ def graph_that_loads() -> Any:
 
 
 def tell(graph: Any, source: WrapperSource) -> None:
-    """Tell the launches of a wrapper what they stand for."""
+    """Tell the launches of a wrapper what they stand for. Whatever this meets in Inductor, the program goes on."""
     try:
         buffers = _Buffers(graph)
         for event in source.events:
@@ -38,7 +38,7 @@ def tell(graph: Any, source: WrapperSource) -> None:
                 buffers.alias(event.written[0], event.read[0])
             else:
                 buffers.fill(event.written)
-    except (AttributeError, TypeError, KeyError):  # another torch
+    except Exception:  # another torch, which has other buffers
         for kernel in source.launches.values():
             kernel.fragment = None
 
@@ -64,7 +64,7 @@ class _Buffers:
         self._holds: dict[str, Held | None] = {}
         for name, value in graph.graph_inputs.items():
             if name in self._nodes and name not in by_others and hasattr(value, "get_layout"):
-                self._holds[name] = _held(name, value.get_layout())
+                self._holds[name] = _held(name, value)
         for name in graph.constants:
             if name in self._nodes and name not in self._changed:
                 self._holds[name] = _held_by_tensor(name, graph.constants[name])
@@ -83,9 +83,9 @@ class _Buffers:
         if buffer is None or name in self._changed:
             return None
         if name in self._sums:
-            return _held(name, buffer.get_layout())
+            return _held(name, buffer)
         node = buffer.get_origin_node()
-        return None if node is None or node.name not in self._nodes else _held(node.name, buffer.get_layout())
+        return None if node is None or node.name not in self._nodes else _held(node.name, buffer)
 
     def launch(self, kernel: GeneratedKernel, passed: tuple[str | None, ...]) -> Fragment:
         """What a launch with these variables stands for."""
@@ -136,7 +136,7 @@ def _with_sums(graph: Any, nodes: dict[str, Node]) -> set[str]:
         if kind is None or buffer.get_origin_node() is not None:
             continue
         able = [node.name for node in buffer.get_origins() if nodes.get(node.name, _NONE).op in _AVERAGES]
-        held = _held(name, buffer.get_layout())
+        held = _held(name, buffer)
         if len(able) != 1 or held is None or math.prod(held.shape) != _count(graph, able[0]):
             continue
         if kind == "sum" or (kind == "welford_reduce" and getattr(data, "output_index", None) == 1):
@@ -198,8 +198,12 @@ def _terms(graph: Any, name: str) -> int | None:
     return int(terms) if terms else None
 
 
-def _held(name: str, layout: Any) -> Held | None:
-    sizes = [*layout.size, *layout.stride]
+def _held(name: str, buffer: Any) -> Held | None:
+    try:
+        layout = buffer.get_layout()
+        sizes = [*layout.size, *layout.stride]
+    except (AttributeError, NotImplementedError):  # of several outputs
+        return None
     if not all(isinstance(size, int) or getattr(size, "is_Integer", False) for size in sizes):
         return None
     return Held(name, tuple(map(int, layout.size)), tuple(map(int, layout.stride)))

@@ -73,9 +73,9 @@ def story(rows: Array, index: Array, begins: int, answer: Answer) -> Array:
     kinds[own != NOT_COMPARED] = ROUNDING
     blamed = np.zeros(len(rows), bool)
     rows["changed"] = 0
-    if answer.equal or not len(rows):
-        return blamed
     causes = sorted((*answer.causes, *answer.coarser), key=lambda cause: cause.place.index)
+    if answer.equal or not len(rows) or not causes:  # a generated kernel may be wrong where nothing else comes of it
+        return blamed
     of_index = {place.index: cause for cause in reversed(causes) for place in (*cause.also, cause.place)}
     found = {row: of_index[each] for row, each in enumerate(index.tolist()) if each in of_index}
     if (first := _first(index, own, causes[0])) is not None:

@@ -137,6 +137,36 @@ class Cause(Plain):
 
 
 @dataclass(frozen=True, slots=True)
+class WrongKernel(Plain):
+    """A kernel that torch.compile has generated, and that does not make what its operators make of its operands.
+
+    Attributes:
+        run: Which run has it, `"A"` or `"B"`.
+        place: The call.
+        ops: The operators that it stands for.
+        op: The one whose value is furthest off.
+        excess: How far, in units of what rounding explains.
+    """
+
+    run: Literal["A", "B"]
+    place: Place
+    ops: tuple[str, ...]
+    op: str
+    excess: float
+
+    @property
+    def sentence(self) -> str:
+        """What is said of it."""
+        line = f" at {printable(self.place.source, _LINE)}" if self.place.source else ""
+        kernel = printable(self.place.op.partition("::")[2], _LINE)
+        ops = _some([printable(short_op(op), WIDTH) for op in self.ops], _MOST_OPERATORS)
+        return (
+            f"Kernel {kernel} of {self.run} is wrong, which stands for {ops}{line}: its "
+            f"{printable(short_op(self.op), WIDTH)} is off by {self.excess:.3g} times what rounding explains."
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Loss(Plain):
     """The loss of both programs.
 
@@ -189,6 +219,7 @@ class Answer(Plain, Table):
         rewritten: Where B computes otherwise, and nothing of it is left at the next joint.
         loss: The loss; None if there is none.
         notes: What was not compared, and why.
+        kernels: The generated kernels that are wrong by themselves, those of A first.
     """
 
     a: RunHead = field(compare=False)
@@ -205,6 +236,7 @@ class Answer(Plain, Table):
     rewritten: tuple[Place, ...] = ()
     loss: Loss | None = None
     notes: tuple[str, ...] = ()
+    kernels: tuple[WrongKernel, ...] = ()
 
     _row: ClassVar[type] = Cause
 
@@ -221,6 +253,13 @@ class Answer(Plain, Table):
     @property
     def sentence(self) -> str:
         """The answer in one sentence."""
+        if self.kernels:
+            more = f" It is one of {len(self.kernels)} that are." if len(self.kernels) > 1 else ""
+            return f"{self.kernels[0].sentence}{more}{f' {self._sentence}' if self.causes else ''}"
+        return self._sentence
+
+    @property
+    def _sentence(self) -> str:
         cause, upto = self.first, f", up to and with {self.upto}" if self.upto else ""
         after = " What follows it was not compared." if self.operators == "products" and upto else ""
         if cause is not None:

@@ -17,7 +17,8 @@ def why(a: Run, b: Run) -> Answer:
     however they are laid out, so modules and operators may have other names. A difference that is gone at the next
     such tensor is another way to write the same, and accuses nobody. What stays is a cause, and single changes of A
     are tried until one makes what B does. What counts as rounding is measured, by computing with values that are off by
-    so much.
+    so much. A kernel that torch.compile has generated is held against its own operators, too, see
+    `Answer.kernels`.
 
     Args:
         a: The run to measure against, recorded with `opintercept run --why`, or with `RunRecorder(folder, "full")`
@@ -42,6 +43,7 @@ def why(a: Run, b: Run) -> Answer:
     """
     try:
         from opintercept.runs.why.judge import judged
+        from opintercept.runs.why.kernels import wrong_kernels
         from opintercept.runs.why.products.products import has_codes, judged_products
     except ImportError as missing:
         raise needs("comparing programs", "torch, numpy and safetensors", "'opintercept[cli]'") from missing
@@ -69,7 +71,13 @@ def why(a: Run, b: Run) -> Answer:
         rest = "" if replayed else "".join(f", so others of {name} were not compared" for name in whole if whole[name])
         of = " and ".join(lacking)
         alone.append(f"only products were recorded of {of}{rest}; `opintercept run --why` records all operators")
-    return replace(answer, notes=(*answer.notes, *alone))
+    if answer.verdict == "equal":
+        return replace(answer, notes=(*answer.notes, *alone))
+    both = [wrong_kernels(_busiest(run), name) for name, run in (("A", a), ("B", b))]
+    found = tuple(kernel for kernels, _ in both for kernel in kernels)
+    verdict = "difference" if found else answer.verdict
+    notes = (*answer.notes, *alone, *(told for _, told in both if told))
+    return replace(answer, notes=notes, kernels=found, verdict=verdict)
 
 
 def _busiest(run: Run) -> Run:
