@@ -20,9 +20,9 @@ from opintercept._engines.patches import Place
 
 _MESSAGES = {
     "inductor::aoti_package": "an AOTInductor package ran in a block, and calls kernels without the dispatcher: none "
-    "of its matmuls are seen; run the exported program, program.module(), to see them",
+    "of its calls are seen; run the exported program, program.module(), to see them",
     "inductor::cpp_wrapper": "code compiled with cpp_wrapper ran in a block, and calls kernels without the dispatcher: "
-    "none of its matmuls are seen; compile with cpp_wrapper=False to see them",
+    "none of its calls are seen; compile with cpp_wrapper=False to see them",
     "cuda::graph_replay": "a CUDA graph was replayed in a block that had not seen it captured, and a replay runs no "
     "operators: none of its matmuls are seen; capture it in a block of the same interceptor to see them",
 }
