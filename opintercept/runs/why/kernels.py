@@ -6,6 +6,7 @@ Invariant: only what was recorded of a kernel accuses it, whatever the other run
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 from opintercept._core.errors import OpInterceptError
 from opintercept._core.text import counted
@@ -14,7 +15,7 @@ from opintercept.runs.store.run import Run
 from opintercept.runs.why.answer import Place, WrongKernel
 
 
-def wrong_kernels(run: Run, name: str) -> tuple[list[WrongKernel], str]:
+def wrong_kernels(run: Run, name: Literal["A", "B"]) -> tuple[list[WrongKernel], str]:
     """The wrong kernels of a run in order, and how many kernels could be held, in words.
 
     Args:

@@ -73,7 +73,7 @@ def why(a: Run, b: Run) -> Answer:
         alone.append(f"only products were recorded of {of}{rest}; `opintercept run --why` records all operators")
     if answer.verdict == "equal":
         return replace(answer, notes=(*answer.notes, *alone))
-    both = [wrong_kernels(_busiest(run), name) for name, run in (("A", a), ("B", b))]
+    both = [wrong_kernels(_busiest(a), "A"), wrong_kernels(_busiest(b), "B")]
     found = tuple(kernel for kernels, _ in both for kernel in kernels)
     verdict = "difference" if found else answer.verdict
     notes = (*answer.notes, *alone, *(told for _, told in both if told))
