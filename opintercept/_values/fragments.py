@@ -14,6 +14,7 @@ import torch
 
 from opintercept._core.tensors import is_tensor
 from opintercept._ops.fragment import Fragment, Held, Node, NotTold, Ref
+from opintercept._values.precision import product_precision
 from opintercept._values.rounding import SIGMA, of_adding, ulp, unit
 
 _TRIALS = 4
@@ -50,6 +51,7 @@ _SUMS = (
     r"sum|mean|var|std|norm|prod$|mm$|mv$|dot$|matmul|linear|conv|scatter|index_put|index_add|index_reduce|pool|softmax"
     r"|upsample|grid_sample|embedding_dense|cdist|trace|interpolate"
 )
+_PRODUCTS = r"mm$|mv$|dot$|matmul|linear|conv|cdist"
 _COARSE = r"tanh|erf|gelu|lgamma|bessel|exp$|exp2|pow|sigmoid|silu|sin$|cos$|tan$|log"
 _CONVERSION = frozenset(("convert_element_type", "to_copy", "to"))
 _LOW = (torch.float32, torch.float16, torch.bfloat16)
@@ -240,6 +242,8 @@ class _Evaluation:
             elif short in _JUMPS or _divides_down(node) or (short in ("max", "min") and "dim" in str(node.func)):
                 raise NotTold(f"{node.op} hangs on the last bits of what it gets")
         sums = re.search(_SUMS, short) is not None
+        if re.search(_PRODUCTS, short) and any(map(_may_be_cut, (each.exact for each in operands))):
+            raise NotTold(f"torch may round float32 operands of {node.op}; see torch.set_float32_matmul_precision")
         least = _SLACK * unit(torch.float32 if node.dtype != torch.float64 else torch.float64)
         exact = self._run(node, {name: self._values[name].exact for name in node.operands()})
         # Roundings of partial sums count as roundings of what is added up.
@@ -352,6 +356,11 @@ def _is_float(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return any(map(_is_float, value))
     return is_tensor(value) and (value.is_floating_point() or value.is_complex())
+
+
+def _may_be_cut(value: Any) -> bool:
+    """Whether a kernel may round a float32 operand of a product to fewer bits."""
+    return is_tensor(value) and _is_float(value) and product_precision(value.device) != "highest"
 
 
 def _is_float_dtype(dtype: torch.dtype | None) -> bool:

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from opintercept import intercept
 from opintercept._ops.fragment import Fragment, Held, Node, NotTold, Ref
+from opintercept._values import fragments
 from opintercept._values.fragments import as_held, judge
 from opintercept.hooks import Reference, ReferenceRow
 
@@ -179,6 +180,14 @@ def test_what_hangs_on_last_bits_is_left_out() -> None:
     assert "last bits" in str(judged(rounded, X, (X * 1.5).floor()))
     given = fragment("z", (4, 16), z=node(aten.floor.default, Ref("x")))
     assert judged(given, X, X.floor()) == 0
+
+
+def test_products_that_torch_may_round_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = fragment("y", (4, 4), y=node(aten.mm.default, Ref("x"), Ref("x")))
+    x = X[:, :4].contiguous()
+    assert judged(whole, x, x @ x) < 1  # type: ignore[operator]
+    monkeypatch.setattr(fragments, "product_precision", lambda device: "tf32")
+    assert "may round float32 operands" in str(judged(whole, x, x @ x))
 
 
 def test_a_comparison_that_no_rounding_decides_is_held() -> None:
