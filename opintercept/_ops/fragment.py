@@ -17,7 +17,7 @@ class Ref(NamedTuple):
     name: str
 
 
-class Node(NamedTuple):
+class FragmentNode(NamedTuple):
     """A node of the graph.
 
     Attributes:
@@ -54,7 +54,7 @@ def refs(value: Any) -> Iterator[str]:
             yield from refs(item)
 
 
-class Held(NamedTuple):
+class HeldNode(NamedTuple):
     """The node whose value a buffer holds, and how it lies there."""
 
     name: str
@@ -73,13 +73,13 @@ class Fragment(NamedTuple):
         unclear: Nodes that arguments hold a part of, which cannot be told.
     """
 
-    nodes: Mapping[str, Node]
-    given: Mapping[int, Held]
-    made: Mapping[int, Held]
+    nodes: Mapping[str, FragmentNode]
+    given: Mapping[int, HeldNode]
+    made: Mapping[int, HeldNode]
     left_out: Mapping[int, str]
     unclear: frozenset[str]
 
-    def needed(self, name: str, known: Collection[str]) -> list[Node]:
+    def needed(self, name: str, known: Collection[str]) -> list[FragmentNode]:
         """The nodes to compute for one of them, down to those that are known, in order.
 
         Raises:
@@ -102,7 +102,7 @@ class Fragment(NamedTuple):
 
     def as_plain(self) -> dict[str, Any] | None:
         """The fragment as JSON can hold it; None if an argument is no plain data."""
-        needed: dict[str, Node] = {}
+        needed: dict[str, FragmentNode] = {}
         known = {held.name for held in self.given.values()}
         left_out = {str(place): reason for place, reason in self.left_out.items()}
         for place, held in self.made.items():
@@ -119,7 +119,7 @@ class Fragment(NamedTuple):
         return dict(zip(("given", "made"), places, strict=True)) | {"nodes": nodes, "left_out": left_out}
 
 
-def _plain_node(node: Node) -> list[Any]:
+def _plain_node(node: FragmentNode) -> list[Any]:
     kwargs = {key: _plain(value) for key, value in node.kwargs.items()}
     return [node.name, str(node.func), [*map(_plain, node.args)], kwargs, _plain(node.dtype)]
 

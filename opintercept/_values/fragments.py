@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from opintercept._core.tensors import is_tensor
-from opintercept._ops.fragment import Fragment, Held, Node, NotTold, Ref
+from opintercept._ops.fragment import Fragment, FragmentNode, HeldNode, NotTold, Ref
 from opintercept._values.precision import product_precision
 from opintercept._values.rounding import SIGMA, of_adding, ulp, unit
 
@@ -69,7 +69,7 @@ class Judged(NamedTuple):
     """
 
     place: int
-    node: Node
+    node: FragmentNode
     output: torch.Tensor
     exact: torch.Tensor
     excess: float
@@ -143,7 +143,7 @@ def judge(
     return judged, left_out
 
 
-def as_held(value: Any, held: Held) -> torch.Tensor | None:
+def as_held(value: Any, held: HeldNode) -> torch.Tensor | None:
     """An argument as the tensor that its buffer holds; None if it is another part of memory."""
     if not is_tensor(value) or value.layout != torch.strided:
         return None
@@ -226,7 +226,7 @@ class _Evaluation:
         nodes = self._fragment.needed(name, self._given.keys())
         return any(_short(node) in _TIES for node in nodes)
 
-    def _value(self, node: Node) -> _Value:
+    def _value(self, node: FragmentNode) -> _Value:
         short = _short(node)
         if re.search(_RANDOM, short):
             raise _Random(f"{node.op} draws at random")
@@ -264,7 +264,7 @@ class _Evaluation:
     def _off(self, value: torch.Tensor, size: float) -> torch.Tensor:
         return value * (1 + size * self._signs(value)) if value.is_floating_point() else value
 
-    def _rounded(self, value: torch.Tensor, node: Node, least: float) -> torch.Tensor:
+    def _rounded(self, value: torch.Tensor, node: FragmentNode, least: float) -> torch.Tensor:
         if not value.is_floating_point():
             return value
         dtype = node.dtype or torch.float32
@@ -281,7 +281,7 @@ class _Evaluation:
         signs = torch.randint(0, 2, value.shape, generator=self._generator, dtype=torch.float64) * 2 - 1
         return signs.to(value.device)
 
-    def _check_decided(self, node: Node, short: str) -> None:
+    def _check_decided(self, node: FragmentNode, short: str) -> None:
         """Roundings must not decide a comparison."""
         if short in _CONVERSION and node.dtype != torch.bool:
             raise NotTold(f"{node.op} to whole numbers hangs on the last bits of what it gets")
@@ -300,7 +300,7 @@ class _Evaluation:
             self._plain[node.name] = self._run(node, values, raised=False)
         return self._plain[name]  # type: ignore[no-any-return]
 
-    def _run(self, node: Node, values: Mapping[str, Any], raised: bool = True) -> Any:
+    def _run(self, node: FragmentNode, values: Mapping[str, Any], raised: bool = True) -> Any:
         """What a node makes of these values."""
 
         def bound(argument: Any) -> Any:
@@ -348,7 +348,7 @@ def _beyond(output: torch.Tensor, exact: torch.Tensor, error: torch.Tensor, boun
     return (error / bound).nan_to_num(torch.inf).where(~alike, 0.0)
 
 
-def _short(node: Node) -> str:
+def _short(node: FragmentNode) -> str:
     return node.op.rpartition("::")[2].strip("_")
 
 
@@ -367,20 +367,20 @@ def _is_float_dtype(dtype: torch.dtype | None) -> bool:
     return dtype is not None and (dtype.is_floating_point or dtype.is_complex)
 
 
-def _is_bit_view(node: Node) -> bool:
+def _is_bit_view(node: FragmentNode) -> bool:
     return _short(node) in ("view", "bitcast") and any(isinstance(each, torch.dtype) for each in node.args)
 
 
-def _divides_down(node: Node) -> bool:
+def _divides_down(node: FragmentNode) -> bool:
     return _short(node) == "div" and node.kwargs.get("rounding_mode") is not None
 
 
-def _keeps(node: Node, operands: Sequence[_Value]) -> bool:
+def _keeps(node: FragmentNode, operands: Sequence[_Value]) -> bool:
     """Whether a conversion of an operand of the kernel rounds nothing, as one to a wider dtype."""
     return node.dtype in (torch.float32, torch.float64) and len(operands) == 1
 
 
-def _check_runs(node: Node) -> None:
+def _check_runs(node: FragmentNode) -> None:
     """An operator that writes to an argument is none of values; `copy_` writes what it returns."""
     schema = getattr(node.func, "_schema", None)
     if schema is not None and schema.is_mutable and _short(node) != "copy":

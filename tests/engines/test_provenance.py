@@ -13,7 +13,7 @@ from torch import Tensor
 
 from opintercept import OpCall, hooks, intercept
 from opintercept._engines.inductor import provenance
-from opintercept._ops.fragment import Fragment, Held
+from opintercept._ops.fragment import Fragment, HeldNode
 from opintercept._ops.generated import GeneratedKernel
 from opintercept._origin.wrappers import WrapperSource
 
@@ -56,7 +56,7 @@ def test_buffers_hold_nodes_also_sums_of_which_averages_are_made() -> None:
     ops = {fragment.nodes[name].op for name in names}
     assert {"getitem", "aten::mean"} & ops or "aten::div" in ops
     assert fragment.given
-    assert all(isinstance(held, Held) for held in fragment.given.values())
+    assert all(isinstance(held, HeldNode) for held in fragment.given.values())
     for held in fragment.made.values():
         assert fragment.needed(held.name, {each.name for each in fragment.given.values()})
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from opintercept import intercept
-from opintercept._ops.fragment import Fragment, Held, Node, NotTold, Ref
+from opintercept._ops.fragment import Fragment, FragmentNode, HeldNode, NotTold, Ref
 from opintercept._values import fragments
 from opintercept._values.fragments import as_held, judge
 from opintercept.hooks import Reference, ReferenceRow
@@ -118,15 +118,15 @@ class TestPlanted:
         assert f"call {wrong[0].index} is wrong: {wrong[0].op}, which stands for" in str(reference)
 
 
-def node(func: Any, *args: Any, made: torch.dtype = torch.float32, **kwargs: Any) -> Callable[[str], Node]:
-    return lambda name: Node(name, func, args, kwargs, made)
+def node(func: Any, *args: Any, made: torch.dtype = torch.float32, **kwargs: Any) -> Callable[[str], FragmentNode]:
+    return lambda name: FragmentNode(name, func, args, kwargs, made)
 
 
-def fragment(made: str, shape: tuple[int, ...], **nodes: Callable[[str], Node]) -> Fragment:
+def fragment(made: str, shape: tuple[int, ...], **nodes: Callable[[str], FragmentNode]) -> Fragment:
     """A fragment with the operands `x` and the output `made`, both of this shape."""
     strides = tuple(torch.empty(shape).stride())
-    all_ = {"x": Node("x", None, dtype=torch.float32)} | {name: make(name) for name, make in nodes.items()}
-    return Fragment(all_, {0: Held("x", shape, strides)}, {1: Held(made, shape, strides)}, {}, frozenset())
+    all_ = {"x": FragmentNode("x", None, dtype=torch.float32)} | {name: make(name) for name, make in nodes.items()}
+    return Fragment(all_, {0: HeldNode("x", shape, strides)}, {1: HeldNode(made, shape, strides)}, {}, frozenset())
 
 
 def judged(whole: Fragment, x: Tensor, output: Tensor) -> float | str:
@@ -170,7 +170,7 @@ def test_one_wrong_element_is_enough() -> None:
         (node(aten.sum.dim_IntList, Ref("x"), [0]), "another shape"),
     ],
 )
-def test_what_cannot_be_held_is_left_out_with_a_reason(make: Callable[[str], Node], reason: str) -> None:
+def test_what_cannot_be_held_is_left_out_with_a_reason(make: Callable[[str], FragmentNode], reason: str) -> None:
     assert reason in str(judged(fragment("y", (4, 16), y=make), X, X.clone()))
 
 
@@ -209,11 +209,11 @@ def test_a_partial_operand_is_not_guessed() -> None:
 
 
 def test_memory_is_read_as_the_graph_lays_it_out() -> None:
-    held = Held("x", (2, 3), (1, 2))
+    held = HeldNode("x", (2, 3), (1, 2))
     x = torch.arange(6.0)
     assert torch.equal(as_held(x, held), x.as_strided((2, 3), (1, 2)))  # type: ignore[arg-type]
     assert as_held(x[:4], held) is None
-    assert as_held(x[::2], Held("x", (3,), (1,))) is None
+    assert as_held(x[::2], HeldNode("x", (3,), (1,))) is None
     assert as_held(3, held) is None
 
 

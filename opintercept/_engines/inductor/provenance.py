@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from opintercept._ops.fragment import Fragment, Held, Node, Ref
+from opintercept._ops.fragment import Fragment, FragmentNode, HeldNode, Ref
 from opintercept._ops.generated import GeneratedKernel
 from opintercept._origin.wrappers import WrapperSource
 
@@ -29,7 +29,7 @@ def graph_that_loads() -> Any:
 def tell(graph: Any, source: WrapperSource) -> None:
     """Tell the launches of a wrapper what they stand for. Whatever this meets in Inductor, the program goes on."""
     try:
-        buffers = _Buffers(graph)
+        buffers = _BufferNodes(graph)
         for event in source.events:
             if event.kind == "launch":
                 kernel = source.launches[event.line]
@@ -43,7 +43,7 @@ def tell(graph: Any, source: WrapperSource) -> None:
             kernel.fragment = None
 
 
-class _Buffers:
+class _BufferNodes:
     """Which node each variable of a wrapper holds, while its events pass.
 
     The variables have the names of Inductor's buffers. One that is written in place has no node: Inductor may give it
@@ -61,7 +61,7 @@ class _Buffers:
             if type(each).__name__ != "ComputedBuffer"
             for name in each.get_mutation_names()
         }
-        self._holds: dict[str, Held | None] = {}
+        self._holds: dict[str, HeldNode | None] = {}
         for name, value in graph.graph_inputs.items():
             if name in self._nodes and name not in by_others and hasattr(value, "get_layout"):
                 self._holds[name] = _held(name, value)
@@ -78,7 +78,7 @@ class _Buffers:
         """Note that variables have been written to."""
         self._holds |= {name: self._own(name) for name in names}
 
-    def _own(self, name: str) -> Held | None:
+    def _own(self, name: str) -> HeldNode | None:
         buffer = self._graph.name_to_buffer.get(name)
         if buffer is None or name in self._changed:
             return None
@@ -89,8 +89,8 @@ class _Buffers:
 
     def launch(self, kernel: GeneratedKernel, passed: tuple[str | None, ...]) -> Fragment:
         """What a launch with these variables stands for."""
-        given: dict[int, Held] = {}
-        made: dict[int, Held] = {}
+        given: dict[int, HeldNode] = {}
+        made: dict[int, HeldNode] = {}
         left_out: dict[int, str] = {}
         unclear: set[str] = set()
         arguments = kernel._schema.arguments
@@ -123,7 +123,7 @@ class _Buffers:
         return frozenset(node.name for node in buffer.get_origins())
 
 
-def _with_sums(graph: Any, nodes: dict[str, Node]) -> set[str]:
+def _with_sums(graph: Any, nodes: dict[str, FragmentNode]) -> set[str]:
     """Add nodes for the sums of which Inductor makes means and variances, and return the names of their buffers.
 
     A variance takes two sums, of the values and of the squares of their distances from the mean, in this order; or one
@@ -141,7 +141,7 @@ def _with_sums(graph: Any, nodes: dict[str, Node]) -> set[str]:
             continue
         if kind == "sum" or (kind == "welford_reduce" and getattr(data, "output_index", None) == 1):
             found.setdefault(able[0], []).append((name, kind != "sum"))
-    made: dict[str, Node] = {}
+    made: dict[str, FragmentNode] = {}
     for name, buffers in found.items():
         node, terms = nodes[name], _terms(graph, name)
         of_squares = [each for each, _ in buffers][-1]
@@ -149,7 +149,7 @@ def _with_sums(graph: Any, nodes: dict[str, Node]) -> set[str]:
             continue
         if node.op == "aten::mean" and len(buffers) == 1 and not buffers[0][1]:
             (first, _) = buffers[0]
-            made[first] = Node(first, _SUMS[len(node.args) > 1], node.args, node.kwargs, node.dtype)
+            made[first] = FragmentNode(first, _SUMS[len(node.args) > 1], node.args, node.kwargs, node.dtype)
             made[name] = node._replace(func=_DIVIDE, args=(Ref(first), terms), kwargs={})
         elif node.op == "aten::var_mean" and [several for _, several in buffers] in ([False, False], [True]):
             correction = node.kwargs.get("correction", 1)
@@ -161,7 +161,7 @@ def _with_sums(graph: Any, nodes: dict[str, Node]) -> set[str]:
             for each, place, count in pairs:
                 item = items[place]
                 made[f"{each}.item"] = item._replace(name=f"{each}.item")
-                made[each] = Node(each, _TIMES, (Ref(f"{each}.item"), count), {}, item.dtype)
+                made[each] = FragmentNode(each, _TIMES, (Ref(f"{each}.item"), count), {}, item.dtype)
                 made[item.name] = item._replace(func=_DIVIDE, args=(Ref(each), count))
     whole = {**nodes}
     nodes.clear()
@@ -174,7 +174,7 @@ def _with_sums(graph: Any, nodes: dict[str, Node]) -> set[str]:
     return {name for name in made if name in graph.name_to_buffer and name not in whole}
 
 
-_NONE = Node("", None)
+_NONE = FragmentNode("", None)
 _AVERAGES = ("aten::mean", "aten::var_mean")
 _SUMS = (torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList)
 _TIMES, _DIVIDE = torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor
@@ -198,7 +198,7 @@ def _terms(graph: Any, name: str) -> int | None:
     return int(terms) if terms else None
 
 
-def _held(name: str, buffer: Any) -> Held | None:
+def _held(name: str, buffer: Any) -> HeldNode | None:
     try:
         layout = buffer.get_layout()
         sizes = [*layout.size, *layout.stride]
@@ -206,30 +206,30 @@ def _held(name: str, buffer: Any) -> Held | None:
         return None
     if not all(isinstance(size, int) or getattr(size, "is_Integer", False) for size in sizes):
         return None
-    return Held(name, tuple(map(int, layout.size)), tuple(map(int, layout.stride)))
+    return HeldNode(name, tuple(map(int, layout.size)), tuple(map(int, layout.stride)))
 
 
-def _held_by_tensor(name: str, value: Any) -> Held | None:
-    return Held(name, tuple(value.shape), tuple(value.stride())) if isinstance(value, torch.Tensor) else None
+def _held_by_tensor(name: str, value: Any) -> HeldNode | None:
+    return HeldNode(name, tuple(value.shape), tuple(value.stride())) if isinstance(value, torch.Tensor) else None
 
 
-def _nodes(graph: Any) -> Iterator[Node]:
+def _nodes(graph: Any) -> Iterator[FragmentNode]:
     for node in graph.graph.nodes:
         value = node.meta.get("val")
         dtype = value.dtype if isinstance(value, torch.Tensor) else None
         if node.op == "get_attr":
-            yield Node(str(node.target), None, dtype=dtype)
+            yield FragmentNode(str(node.target), None, dtype=dtype)
         if node.op != "call_function":
-            yield Node(node.name, None, dtype=dtype)
+            yield FragmentNode(node.name, None, dtype=dtype)
         elif isinstance(node.target, torch._ops.OpOverload):
-            yield _of_aten(Node(node.name, node.target, _plain(node.args), _plain(dict(node.kwargs)), dtype))
+            yield _of_aten(FragmentNode(node.name, node.target, _plain(node.args), _plain(dict(node.kwargs)), dtype))
         elif node.target is operator.getitem:
-            yield Node(node.name, operator.getitem, _plain(node.args), {}, dtype)
+            yield FragmentNode(node.name, operator.getitem, _plain(node.args), {}, dtype)
         else:
-            yield Node(node.name, None, dtype=dtype)
+            yield FragmentNode(node.name, None, dtype=dtype)
 
 
-def _of_aten(node: Node) -> Node:
+def _of_aten(node: FragmentNode) -> FragmentNode:
     """A node with an operator of ATen for one that Inductor's passes put in its place."""
     match node.op, node.args:
         case "prims::convert_element_type", (value, dtype):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from opintercept._core.tensors import tensors_of
-from opintercept._ops.fragment import UNKNOWN, Fragment, Held, Node, NotTold, Ref
+from opintercept._ops.fragment import UNKNOWN, Fragment, FragmentNode, HeldNode, NotTold, Ref
 from opintercept._values.fragments import Judged, judge
 from opintercept.runs.program import again
 from opintercept.runs.store.codec import StoredCall, role_of
@@ -81,10 +81,10 @@ def _fragment(plain: Mapping[str, Any]) -> Fragment:
     if len(plain["nodes"]) > _MOST_NODES:
         raise ValueError("too many nodes")
     given, made = ({_place(place): _held(each) for place, each in plain[part].items()} for part in ("given", "made"))
-    nodes = {each.name: Node(each.name, None) for each in given.values()}
+    nodes = {each.name: FragmentNode(each.name, None) for each in given.values()}
     for name, func, args, kwargs, dtype in plain["nodes"]:
         kept = {str(key): _value(each) for key, each in kwargs.items()}
-        nodes[str(name)] = Node(str(name), _function(str(func)), tuple(map(_value, args)), kept, _value(dtype))
+        nodes[str(name)] = FragmentNode(str(name), _function(str(func)), tuple(map(_value, args)), kept, _value(dtype))
     left_out = {_place(place): str(reason) for place, reason in plain["left_out"].items()}
     return Fragment(nodes, given, made, left_out, frozenset())
 
@@ -121,11 +121,11 @@ def _place(value: Any) -> int:
     return place
 
 
-def _held(plain: Any) -> Held:
+def _held(plain: Any) -> HeldNode:
     name, shape, stride = plain
     if len(shape) != len(stride) or not all(type(each) is int and 0 <= each < 2**40 for each in (*shape, *stride)):
         raise ValueError("a shape and strides")
-    return Held(str(name), tuple(shape), tuple(stride))
+    return HeldNode(str(name), tuple(shape), tuple(stride))
 
 
 def _value(plain: Any) -> Any:
