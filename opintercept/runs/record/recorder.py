@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import os
-import random
 import struct
 import sys
 import threading
 import time
 import warnings
-import weakref
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, get_args
-
-import torch
 
 from opintercept._core.call import OpCall
 from opintercept._core.call_site import CallSite
@@ -30,51 +24,36 @@ from opintercept._core.in_kernel import ROLES, Sink, Work
 from opintercept._core.noted import forget
 from opintercept._core.pipeline import keep
 from opintercept._core.record import PendingRecord, Summary
-from opintercept._core.tensors import is_strided, share_memory
 from opintercept._core.text import counted
 from opintercept._engines.scope import unwatched
 from opintercept._kit.per_call import PerCall
-from opintercept._kit.repro import plain_arguments
-from opintercept._ops.families import makes_values
-from opintercept._ops.scratch import FOR_PROGRAM, SCRATCH, UNREAD, UPDATED, UPDATES, torchs_name
-from opintercept._ops.slots import OUTPUT_ARGUMENT, OUTPUTS, slots_of
+from opintercept._ops.slots import slots_of
 from opintercept._ranks.rank import rank_and_world_size
-from opintercept._values.content import LOTS, Content, content_of
-from opintercept._values.copies import can_store, copied, safetensors_for
-from opintercept._values.late import Lot, place_of
-from opintercept._values.read import is_captured, leaves_out_captured, warn_of_memory
-from opintercept._values.stats import Values
+from opintercept._values.content import LOTS, Content
+from opintercept._values.copies import safetensors_for
+from opintercept._values.late import Lot
+from opintercept._values.read import is_captured
 from opintercept.runs.record.claim import Claim, check_free, names_in, taken
 from opintercept.runs.record.description import at_first_call, described, with_devices
-from opintercept.runs.record.memory import MemoryNumbers
+from opintercept.runs.record.options import CallOptions
+from opintercept.runs.record.values import Before, CallTensors, tensors_of
 from opintercept.runs.record.writer import (
     BATCH_BYTES,
     INTERVAL,
     QueuedCall,
-    QueuedTensor,
     Writer,
-    key_of,
     leftovers,
     remove_leftovers,
     remove_run,
     write_info,
 )
-from opintercept.runs.store.codec import role_of
 from opintercept.runs.store.flight import FLIGHT, MOST_SLOTS, NOTHING, Flight
 from opintercept.runs.store.records import Encoder, writes_as_kernels
 from opintercept.runs.store.run import INFO, RunInfo, TensorMode
 from opintercept.runs.store.untrusted import MAX_TEXT
 
-_MOST_SUMMARIES = 4096  # whose options are remembered
-_MOST_VALUES = 256  # options of one operator; further ones name no fractions, which an optimizer changes in each step
-_MOST_TENSORS = 1000  # of one call, besides its operands and outputs
-_MOST_OPTIONS = 100  # of one call
-_MOST_ITEMS, _DEPTH = 1000, 3  # of an option that is a list
 _NUMBER = struct.Struct("=I")
 MOST_WAITING = 1 << 13  # calls of kernels that may wait to be written
-_MOST_SHAPES = 1024  # for which the places of a sample are remembered
-_MANY = 1 << 16  # numbers of a tensor that is stored as one number if all are equal
-_LARGE = 1 << 20  # bytes of a tensor of which views are not stored again
 
 
 class RunMember(Protocol):
@@ -183,12 +162,9 @@ class RunRecorder:
         self._sink: Sink | None = None  # where kernels put calls
         self._held: deque[QueuedCall] = deque()  # calls whose values a device computes, and those after them
         self._held_bytes, self._held_since = 0, 0.0
-        self._clones: weakref.WeakValueDictionary[Any, torch.Tensor] = weakref.WeakValueDictionary()
-        self._before: PerCall[dict[str, tuple[Content | None, torch.Tensor]]] = PerCall()
-        self._places: dict[Any, tuple[torch.Tensor, ...]] = {}
-        self._memory = MemoryNumbers()
-        self._options: dict[int, tuple[Summary, str]] = {}
-        self._values: defaultdict[str, set[str]] = defaultdict(set)  # the options of each operator
+        self._tensors = CallTensors(self, tensors, sample, keeps_failed=flight is not None, name_of=self._name_of)
+        self._before: PerCall[Before] = PerCall()
+        self._options = CallOptions()
         self._lock = threading.RLock()
         self._outside: BaseException | None = None
         self._process = os.getpid()
@@ -436,24 +412,8 @@ class RunRecorder:
         """Read the operands that the operator is about to overwrite."""
         if self._waits:
             self._wake()
-        written = _flat(call.written)
-        updated = UPDATED if torchs_name(call.op) in UPDATES else ()
-        if not (written or updated) or self.tensors == "none" or _is_unread(call):
-            return
-        before = {}
-        for role, tensor in _inputs(call, {}).items():
-            if leaves_out_captured(tensor, self, self._joins_graphs):
-                return
-            if role in updated or any(share_memory(tensor, target) for target in written):
-                content = content_of(tensor)  # None where there is no memory to copy
-                if content is not None and self._keeps(failed=False):
-                    try:
-                        tensor = tensor.detach().clone()
-                    except torch.OutOfMemoryError:
-                        content = None
-                        self._warn_of_memory()
-                before[role] = content, tensor
-        self._before.put(call, before)
+        if before := self._tensors.overwritten(call):
+            self._before.put(call, before)
 
     def work(self) -> Work | None:
         """Kernels read the values and write the records, unless tensors are kept."""
@@ -484,7 +444,7 @@ class RunRecorder:
         """The number of the call's signature, for kernels; None if it has more tensors than they read."""
         if self._waits:
             self._wake()
-        tensors = _tensors(call, whole=False, tokens={}) if self.tensors == "stats" else []
+        tensors = tensors_of(call, whole=False, tokens={}) if self.tensors == "stats" else []
         if len(slots_of(role for role, _ in tensors)) < len(tensors):
             return None
         roles = tuple((role, tensor.numel(), True) for role, tensor in tensors)
@@ -507,15 +467,14 @@ class RunRecorder:
         """Record a call that a CUDA graph repeats."""
         if self._may_record():
             found: dict[str, Any] = dict(values[0]) if values else {}
-            options = self._options.get(id(note.summary))
-            self._put(QueuedCall(note, found, [], {}, "{}" if options is None else options[1], None, None))
+            self._put(QueuedCall(note, found, [], {}, self._options.known(note.summary) or "{}", None, None))
 
     @property
     def _joins_graphs(self) -> bool:
         return self.tensors == "stats"
 
-    def _keeps(self, *, failed: bool) -> bool:
-        return self.tensors in ("sample", "full") or (failed and self.flight is not None)
+    def _name_of(self, key: Any) -> str | None:
+        return None if self._writer is None else self._writer.names.get(key)
 
     def _take(self, call: OpCall, exception: BaseException | None) -> None:
         before = self._before.take(call) or {}
@@ -525,7 +484,7 @@ class RunRecorder:
         note = call.note()
         entry = QueuedCall(note, {}, [], {}, self._arguments(call, note.summary), None, error)
         if self.tensors != "none" or (error and self.flight is not None):
-            self._add_values(call, entry, before)
+            self._tensors.add(call, entry, before)
         if error is None and is_captured((call.args, call.kwargs, call.output)):  # replays compute it
             keep(call, self, partial(_of, entry.values))
         else:
@@ -581,20 +540,11 @@ class RunRecorder:
             writer.put(self._held.popleft())
 
     def _arguments(self, call: OpCall, summary: Summary) -> str:
-        """The options as JSON, found once for all calls of a signature."""
-        known = self._options.get(id(summary))
+        known = self._options.known(summary)
         if known is None:
             self._describe()
-            if len(self._options) >= _MOST_SUMMARIES:
-                self._options.clear()
-            options, values = _options(call), self._values[summary.func]
-            if len(values) >= _MOST_VALUES and options not in values:
-                options = _as_json(json.loads(options, parse_float=lambda _: "varies"))
-            if len(values) < _MOST_VALUES:
-                values.add(options)
-            # The summary is kept alive, so that no other gets its address.
-            known = self._options[id(summary)] = (summary, options)
-        return known[1]
+            known = self._options.learn(call, summary)
+        return known
 
     def _describe(self) -> None:
         """Complete the description with what the program has set up by now."""
@@ -613,123 +563,8 @@ class RunRecorder:
                 with contextlib.suppress(OSError):
                     write_info(self._folder, info, finished=False)
 
-    def _add_values(
-        self, call: OpCall, entry: QueuedCall, before: dict[str, tuple[Content | None, torch.Tensor]]
-    ) -> None:
-        failed = entry.error is not None
-        full = self.tensors == "full" or (failed and self.flight is not None)
-        keeps = self._keeps(failed=failed)
-        places: dict[int, int] = {}
-        tokens = _tokens(call)
-        for role, tensor in _tensors(call, whole=keeps, tokens=tokens):
-            if leaves_out_captured(tensor, self, self._joins_graphs):
-                return
-            if role in before:
-                content, tensor = before[role]
-            else:
-                content = content_of(tensor)
-            if content is None:
-                continue
-            entry.values[role] = content
-            if keeps and (kept := self._kept(tensor, content, full)) is not None:
-                entry.roles[role] = places[id(tensor)] = len(entry.kept)
-                entry.kept.append(kept)
-        if full:
-            # `plain_arguments` restores operands that the operator has overwritten; other tensors are restored here.
-            old = {id(tensor): before[role] for role, tensor in _inputs(call, tokens).items() if role in before}
-
-            views = _is_unread(call)
-
-            def keep(tensor: torch.Tensor) -> int:
-                if id(tensor) in old:
-                    known, tensor = old[id(tensor)]
-                    if known is None:
-                        raise TypeError("what the operator has overwritten was not copied")
-                place = places.get(id(tensor))
-                if place is None:
-                    if views and tensor.numel() * tensor.element_size() > _LARGE:
-                        raise TypeError("what computes with it stores it")
-                    content = None if leaves_out_captured(tensor, self) else content_of(tensor)
-                    kept = None if content is None else self._kept(tensor, content, True)
-                    if kept is None:
-                        raise TypeError("safetensors cannot store the tensor")
-                    place = places[id(tensor)] = len(entry.kept)
-                    entry.kept.append(kept)
-                return place
-
-            operands = {role: tensor for role, (_, tensor) in before.items() if role in ("lhs", "rhs", "bias")}
-            try:
-                entry.given = plain_arguments(call, operands, keep, self._memory.place, tokens)
-            except TypeError:  # the call cannot be run again
-                entry.given = None
-
-    def _kept(self, tensor: torch.Tensor, content: Content, full: bool) -> QueuedTensor | str | None:
-        """The tensor to be written; its name if it is written already; None if it cannot be written."""
-        if not is_strided(tensor) or tensor.is_quantized or not can_store(tensor.dtype):
-            return None
-        tensor = tensor.detach()
-        if tensor.is_conj() or tensor.is_neg():
-            tensor = tensor.resolve_conj().resolve_neg()
-        known = content.at_hand
-        key = None
-        if known is not None and known.hash is not None:
-            shape = tuple(tensor.shape) if full else (min(self.sample, known.count),)
-            key = key_of(known.hash, str(tensor.dtype), shape, not full)
-            writer = self._writer
-            if writer is not None and (name := writer.names.get(key)) is not None:
-                return name
-            if (clone := self._clones.get(key)) is not None:
-                return QueuedTensor(clone, None, content, not full)
-        try:
-            if full and known is not None and known.count >= _MANY and _is_uniform(tensor, known):
-                clone, ready = tensor[(0,) * tensor.dim()].cpu().clone().expand(tensor.shape), None
-            elif full and tensor.device.type == "cpu":
-                clone, ready = tensor.clone(memory_format=torch.contiguous_format), None
-            else:
-                clone, ready = copied(tensor.contiguous() if full else self._sampled(tensor), "cpu")
-        except torch.OutOfMemoryError:
-            self._warn_of_memory()
-            return None
-        try:
-            clone.data_ptr()
-        except RuntimeError:  # a torch.func transform has wrapped it
-            return None
-        if key is not None:
-            self._clones[key] = clone
-        return QueuedTensor(clone, ready, content, not full)
-
-    def _warn_of_memory(self) -> None:
-        warn_of_memory(self, "tensors", 'record fewer calls, or tensors="stats"')
-
-    def _sampled(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Some values, at places that depend only on the number of elements."""
-        count = tensor.numel()
-        if count <= self.sample:
-            return tensor.reshape(-1)
-        key = tensor.shape, place_of(tensor)
-        places = self._places.get(key)
-        if places is None:
-            drawn = torch.tensor(sorted(random.Random(count).choices(range(count), k=self.sample)), device="cpu")
-            places = tuple(
-                each.to(tensor.device, non_blocking=True) for each in torch.unravel_index(drawn, tensor.shape)
-            )
-            with self._lock:
-                if len(self._places) >= _MOST_SHAPES:
-                    self._places.clear()
-                self._places[key] = places
-        return tensor[places]
-
     def __repr__(self) -> str:
         return f"RunRecorder({str(self.path)!r}, tensors={self.tensors!r})"
-
-
-def _is_uniform(tensor: torch.Tensor, known: Values) -> bool:
-    """Whether all numbers are the same bit for bit, as those of a cache that was just made."""
-    if known.nan or known.inf or known.min != known.max or tensor.is_complex():
-        return False
-    first = tensor[(0,) * tensor.dim()]
-    signs = tensor.signbit() if tensor.is_floating_point() and known.min == 0 else None  # -0.0 equals 0.0
-    return bool((tensor == first).all()) and (signs is None or bool((signs == first.signbit()).all()))
 
 
 def _contents(entry: QueuedCall) -> list[Content]:
@@ -739,74 +574,3 @@ def _contents(entry: QueuedCall) -> list[Content]:
 def _of(values: dict[str, Any], lot: Lot) -> dict[str, Any]:
     """The values of a replay."""
     return {role: content.of(lot) if isinstance(content, Content) else content for role, content in values.items()}
-
-
-def _tokens(call: OpCall) -> dict[int, torch.Tensor]:
-    """What stands for paged caches: the tokens that the call reads or writes. None while a graph is captured."""
-    return {} if is_captured((call.args, call.kwargs)) else call.tokens()
-
-
-def _inputs(call: OpCall, tokens: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors that a call reads: operands by role, then others by the name of the parameter."""
-    found = {role: tensor for role in ("lhs", "rhs", "bias") if (tensor := getattr(call, role)) is not None}
-    if (value := call.operand("value")) is not None:  # an attention has one
-        found["value"] = value
-    overwritten = call.overwritten  # values that nobody reads, and that may be uninitialised
-    for name, tensor in list(call.tensors.items())[:_MOST_TENSORS]:
-        if name.partition("[")[0] not in overwritten:
-            found.setdefault(OUTPUT_ARGUMENT if name == "output" else name, tensor)
-    return {role: tokens.get(id(tensor), tensor) for role, tensor in found.items()}
-
-
-def _tensors(call: OpCall, whole: bool, tokens: Mapping[int, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-    """What is read of a call: its inputs, and its outputs by number. Nothing of a view.
-
-    Args:
-        call: The call.
-        whole: Whether the call is to run again, and needs the state of random numbers too.
-        tokens: What stands for paged caches.
-    """
-    if _is_unread(call):
-        return []
-    found = [(name, tensor) for name, tensor in _inputs(call, tokens).items() if whole or name not in SCRATCH]
-    most = len(OUTPUTS) if not whole and call.op in FOR_PROGRAM else 99
-    for place, output in enumerate(_flat(call.output)[:most]):
-        if isinstance(output, torch.Tensor):
-            found.append((role_of(place), tokens.get(id(output), output)))
-    return found
-
-
-def _flat(value: Any) -> list[Any]:
-    """The items of a list of lists; a value in a list of its own."""
-    return [each for part in value for each in _flat(part)] if isinstance(value, (list, tuple)) else [value]
-
-
-def _is_unread(call: OpCall) -> bool:
-    """Whether the values of a call are not read: it returns a view of what was read before, or uninitialised memory."""
-    return torchs_name(call.op) in UNREAD or not makes_values(call.func)
-
-
-def _options(call: OpCall) -> str:
-    """The arguments that are not tensors and have a plain form, as JSON, within the limits of the reader."""
-    found = {}
-    for name, value in list(call.options.items())[:_MOST_OPTIONS]:
-        with contextlib.suppress(TypeError):
-            found[name] = _plain(value)
-    return _as_json(found)
-
-
-def _as_json(options: dict[str, Any]) -> str:
-    return json.dumps(options, separators=(",", ":"), allow_nan=False)
-
-
-def _plain(value: Any, depth: int = 0) -> Any:
-    """An option as plain data; TypeError if it has no plain form, or its plain form is long."""
-    if value is None or isinstance(value, bool) or (isinstance(value, int) and -(2**63) <= value < 2**63):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if isinstance(value, (list, tuple)) and len(value) <= _MOST_ITEMS and depth < _DEPTH:
-        return [_plain(item, depth + 1) for item in value]
-    if isinstance(value, (str, complex, torch.dtype, torch.device, torch.layout)):
-        return str(value)[:MAX_TEXT]
-    raise TypeError(f"an option must be plain data, got a {type(value).__name__}")  # a storage shows all its bytes

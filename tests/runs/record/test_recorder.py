@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import re
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from torch import Tensor, nn
 
 from opintercept import hooks, intercept, runs
 from opintercept.runs import open_run
-from opintercept.runs.record import recorder as run_recorder
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_writer_left")]
 
@@ -276,31 +274,6 @@ def test_a_storage_among_the_arguments_is_not_looked_through(
         torch.empty(0).set_(storage)
     assert [call.record.op for call in open_run(tmp_path).calls()] == ["aten::set_"]
     assert not looked
-
-
-def test_arguments_without_a_plain_form_are_left_out() -> None:
-    class Call:
-        options: ClassVar[dict[str, Any]] = {
-            "dtype": torch.bfloat16,
-            "device": torch.device("cpu"),
-            "layout": torch.strided,
-            "value": 1 + 2j,
-            "list": [1, (2.5, None), math.inf],
-            "function": print,
-            "generator": torch.Generator(),
-            "mixed": [1, print],
-            "big": 2**70,
-            "long": [0] * 2000,
-            "deep": [[[[0]]]],
-        }
-
-    assert json.loads(run_recorder._options(Call())) == {  # type: ignore[arg-type]
-        "dtype": "torch.bfloat16",
-        "device": "cpu",
-        "layout": "torch.strided",
-        "value": "(1+2j)",
-        "list": [1, [2.5, None], "inf"],
-    }
 
 
 def test_tensors_besides_the_operands_are_recorded_by_name(tmp_path: Path) -> None:
