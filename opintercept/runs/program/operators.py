@@ -346,6 +346,11 @@ def _selected(given: Given) -> None:
     _need(math.prod(shape) <= _MOST_COLUMNS, "the shape of mask")
 
 
+def _copied(given: Given) -> None:
+    to, source = given["self"], given["src"]
+    _need([each.shape for each in to] == [each.shape for each in source] != [], "the shape of src")
+
+
 def _quotient(given: Given) -> None:
     """Refuse the one quotient of integers that they cannot hold: cut to a whole number, it ends the process."""
     x, y = (torch.as_tensor(given[name]) for name in ("self", "other"))
@@ -361,6 +366,7 @@ def _counted(given: Given) -> None:
 
 
 CHECKS: Mapping[str, Check] = {
+    "_foreach_copy": _copied,
     "embedding_dense_backward": _embedding_dense_backward,
     "_weight_norm_interface": _weight_norm,
     "_weight_norm_interface_backward": _weight_norm,
