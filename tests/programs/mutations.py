@@ -188,8 +188,8 @@ MUTATIONS = (
     Mutation(
         "shows convolutions to those who watch matmuls",
         "_ops/select.py",
-        'return "convolution" if row.family == "convolution" else "matmul"',
-        'return "matmul"',
+        'return row.family if row.family in ("convolution", "other") else "matmul"',
+        'return "other" if row.family == "other" else "matmul"',
         ("tests/ops/test_convolutions.py::test_the_default_family_has_no_convolutions",),
     ),
     Mutation(
