@@ -90,10 +90,6 @@ PyObject* tuple_of(c10::ArrayRef<Value> values, const Convert& convert) {
   return made.release();
 }
 
-PyObject* address(const void* value) {
-  return PyLong_FromVoidPtr(const_cast<void*>(value));
-}
-
 bool computes(const torch::autograd::Node& node, PyObject* op, bool sure) {
   const auto key = std::tuple(std::type_index(typeid(node)), op, sure);
   if (auto found = known_nodes.find(key); found != known_nodes.end()) {
@@ -174,6 +170,18 @@ int8_t grad_of(Addresses operands, const void* left, const Linked& link) {
 
 } // namespace
 
+PyObject* opintercept::in_python(const void* address) {
+  return check(PyLong_FromVoidPtr(const_cast<void*>(address)));
+}
+
+PyObject* opintercept::in_python(Addresses addresses) {
+  return tuple_of(addresses, [](const void* each) { return in_python(each); });
+}
+
+PyObject* opintercept::in_python(c10::ArrayRef<size_t> numbers) {
+  return tuple_of(numbers, PyLong_FromSize_t);
+}
+
 bool opintercept::link(
     PyObject* links, PyObject* op, int64_t index, Addresses operands, c10::ArrayRef<size_t> wanted, PyObject* place) {
   PyObject* mine = of_thread(links, at::RecordFunction::currentThreadId());
@@ -193,10 +201,10 @@ bool opintercept::link(
         check(PyLong_FromLongLong(index)),
         Py_NewRef(op),
         Py_NewRef(round_slot.of(links)),
-        tuple_of(operands, address),
+        in_python(operands),
         Py_NewRef(Py_True),
         Py_NewRef(Py_True),
-        tuple_of(wanted, PyLong_FromSize_t),
+        in_python(wanted),
         Py_NewRef(Py_None),
     };
     THPObjectPtr made(check(link_type->tp_alloc(link_type, fields.size())));

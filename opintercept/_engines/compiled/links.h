@@ -13,6 +13,10 @@ namespace opintercept {
 
 using Addresses = c10::ArrayRef<const void*>; // of the positional arguments; null for what is not a tensor
 
+PyObject* in_python(const void* address);
+PyObject* in_python(Addresses addresses);
+PyObject* in_python(c10::ArrayRef<size_t> numbers);
+
 // The forward call of a backward call.
 struct Forward {
   THPObjectPtr place;

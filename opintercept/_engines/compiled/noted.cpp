@@ -337,15 +337,6 @@ struct NotedCall {
     return found;
   }
 
-  static PyObject* in_python(Addresses addresses) {
-    THPObjectPtr found(check(PyTuple_New(static_cast<Py_ssize_t>(addresses.size()))));
-    for (size_t i = 0; i < addresses.size(); i++) {
-      PyTuple_SET_ITEM(
-          found.get(), static_cast<Py_ssize_t>(i), check(PyLong_FromVoidPtr(const_cast<void*>(addresses[i]))));
-    }
-    return found.release();
-  }
-
   static const void* address(const c10::IValue& value) { // `_origin.links.address`
     if (!value.isTensor() || !value.toTensor().defined() || !value.toTensor().has_storage()) {
       return nullptr;
@@ -373,7 +364,7 @@ struct NotedCall {
   }
 
   static bool ask_forward(const Part& part, Addresses used, const void* left, Forward& answer) {
-    THPObjectPtr operands(in_python(used)), lhs(check(PyLong_FromVoidPtr(const_cast<void*>(left))));
+    THPObjectPtr operands(in_python(used)), lhs(in_python(left));
     THPObjectPtr found(
         check(PyObject_CallMethodObjArgs(pipeline_of(part.ring), forward_of_name, operands.get(), lhs.get(), nullptr)));
     if (found.get() == Py_None) {
@@ -416,10 +407,7 @@ struct NotedCall {
     if (!in_function && link(links_of(part).get(), entry.name, part.row.index, used, wanted, place)) {
       return;
     }
-    THPObjectPtr operands(in_python(used)), positions(check(PyTuple_New(static_cast<Py_ssize_t>(wanted.size()))));
-    for (size_t i = 0; i < wanted.size(); i++) {
-      PyTuple_SET_ITEM(positions.get(), static_cast<Py_ssize_t>(i), check(PyLong_FromSize_t(wanted[i])));
-    }
+    THPObjectPtr operands(in_python(used)), positions(in_python(wanted));
     THPObjectPtr index(check(PyLong_FromLongLong(part.row.index)));
     THPObjectPtr noted(check(PyObject_CallMethodObjArgs(
         pipeline_of(part.ring),

@@ -100,6 +100,7 @@ _BY_VALUES = """
     nonzero masked_select _unique2 unique_consecutive unique_dim bincount repeat_interleave _grouped_mm
     native_layer_norm fake_quantize_per_tensor_affine_cachemask fake_quantize_per_channel_affine_cachemask
 """
+_UNSIZED = frozenset(_BY_VALUES.split())
 
 
 def is_unsized(name: str, given: Given) -> bool:
@@ -107,7 +108,7 @@ def is_unsized(name: str, given: Given) -> bool:
     if name == "index":
         indices = [each for each in given["indices"] if each is not None]
         return len(indices) == 1 and indices[0].dtype == torch.bool
-    return name in _BY_VALUES.split()
+    return name in _UNSIZED
 
 
 def _need(condition: bool, what: str) -> None:
@@ -411,8 +412,8 @@ def listed(overload: Any) -> str | None:
     """The name in `NAMES` under which an overload may be called; None if it may not.
 
     Those in place are on the list with the others, since a call writes to copies; of those that return nothing, the
-    others are called. Those for a dtype of the output are
-    for GPUs alone, and those that make no tensor are TorchScript's.
+    others are called. Those for a dtype of the output are for GPUs alone, and those that make no tensor are
+    TorchScript's.
     """
     schema = overload._schema
     space, _, name = schema.name.partition("::")

@@ -5,7 +5,6 @@ Invariant: only what was recorded of a kernel accuses it, whatever the other run
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Literal
 
 from opintercept._core.errors import OpInterceptError
@@ -36,10 +35,11 @@ def wrong_kernels(run: Run, name: Literal["A", "B"]) -> tuple[list[WrongKernel],
             record = call.record
             place = Place(record.index, record.op, record.module, record.source)
             found.append(WrongKernel(name, place, tuple(record.ops or ()), worst[1].node.op, worst[1].excess))
-    return found, "".join(_told(name, held, len(calls)))
+    return found, _told(name, held, len(calls))
 
 
-def _told(name: str, held: int, calls: int) -> Iterator[str]:
-    if calls:
-        rest = f"; {calls - held:,} cannot be held against theirs" if held < calls else ""
-        yield f"{held:,} of {counted(calls, 'generated kernel')} of {name} were held against their operators{rest}"
+def _told(name: str, held: int, calls: int) -> str:
+    if not calls:
+        return ""
+    rest = f"; {calls - held:,} cannot be held against theirs" if held < calls else ""
+    return f"{held:,} of {counted(calls, 'generated kernel')} of {name} were held against their operators{rest}"

@@ -69,9 +69,8 @@ class Accused:
         if self.found.step is None:
             return []
         for joint in (*self.sweep.joined.values(), *self.sweep.edges.values()):
-            known |= (
-                joint.makers if joint.whole or joint.pieces else set()
-            )  # rows that happen to be the same tell too little
+            if joint.whole or joint.pieces:  # rows that happen to be the same tell too little
+                known |= joint.makers
         flow, last = judge.b, self.found.step.number
         known -= {last} | ({*range(len(flow.steps))} - flow.active)
         found = flow.before([last], known)

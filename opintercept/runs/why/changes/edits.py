@@ -52,6 +52,11 @@ def with_arguments(group: Sequence[Step], values: Mapping[str, Any]) -> Edits:
     return dict.fromkeys((step.number for step in group), edit)
 
 
+def with_number(group: Sequence[Step], name: str, value: float) -> Edits:
+    """Another number for an argument."""
+    return with_arguments(group, {name: value})
+
+
 def with_operand(step: Step, place: int, value: torch.Tensor) -> Edits:
     return {step.number: replaced(None, place, value)}
 

@@ -10,7 +10,7 @@ import torch
 
 from opintercept.runs.program.evaluate import moves
 from opintercept.runs.why.changes.accused import Accused
-from opintercept.runs.why.changes.edits import Change, Edits, scaled, with_arguments
+from opintercept.runs.why.changes.edits import Change, Edits, scaled, with_arguments, with_number
 from opintercept.runs.why.changes.wording import argument_of, argument_words, differing, name_of, others_of
 from opintercept.runs.why.noise import LIMIT
 
@@ -41,7 +41,7 @@ def theirs(accused: Accused) -> Iterator[Change]:
             for value in found if isinstance(mine, float) else ():
                 if value != mine:
                     words = f"uses {argument_words(argument.name, mine, value)}"
-                    yield Change(0, "argument", words, group[0], with_arguments(group, {argument.name: value}))
+                    yield Change(0, "argument", words, group[0], with_number(group, argument.name, value))
 
 
 def together(accused: Accused) -> Iterator[Change]:
@@ -74,11 +74,10 @@ def numbers(accused: Accused) -> Iterator[Change]:
             given = argument_of(step, argument.name)
             kind = str(argument.type).removeprefix("Optional[").removesuffix("]")
             if kind in ("number", "float", "Tensor") and isinstance(given, float):
-                name = argument.name
-                value = _fitted(accused, lambda c: with_arguments(group, {name: c}), given)  # noqa: B023 - called here
+                value = _fitted(accused, partial(with_number, group, argument.name), given)
                 if value is not None:
                     words = f"uses {argument_words(argument.name, given, float(f'{value:.5g}'))}"
-                    yield Change(3, "argument", words, step, with_arguments(group, {name: value}))
+                    yield Change(3, "argument", words, step, with_number(group, argument.name, value))
         if not moves(step) and step.overload is not None and accused.target.numel() > _FEW:
             value = _fitted(accused, partial(scaled, group), 1.0)
             if value is not None:
