@@ -10,10 +10,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from compiler import needs_compiler
 from processes import Program
 from recorded import tensor_of
 
 from opintercept import runs
+from opintercept._native import build
 
 pytestmark = [
     pytest.mark.slow,
@@ -51,10 +53,10 @@ SAID = {
 """What is planted, what `why` says of it, and what stands in the line that it names."""
 
 
-@pytest.mark.parametrize("compiled", ["0", "1"])
+@pytest.mark.parametrize("compiled", ["0", pytest.param("1", marks=needs_compiler)])
 def test_each_process_of_an_engine_is_recorded(compiled: str, tmp_path: Path) -> None:
     if compiled == "1":
-        pytest.importorskip("opintercept._engines.compiled").is_there() or pytest.skip("the library is not built")
+        build.built_library()  # for the programs that the test starts
     noted = tmp_path / "noted"
     noted.mkdir()
     command = [sys.executable, "-m", "opintercept", "run", "--ops", "all", "--tensors", "full", "--out", "run"]
