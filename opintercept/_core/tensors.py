@@ -5,7 +5,7 @@ Must not import torch, so that the pipeline can be tested without it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -130,6 +130,15 @@ def tensors_in(output: Any) -> list[Any]:
     if is_tensor(output):
         return [output]
     return [t for t in output if is_tensor(t)] if isinstance(output, (list, tuple)) else []
+
+
+def nested_tensors(value: Any) -> Iterator[Any]:
+    """The tensors of arguments or outputs, also those in lists, tuples and dictionaries of them."""
+    if is_tensor(value):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from nested_tensors(part)
 
 
 def copy_into(target: Any, source: Any) -> None:

@@ -15,7 +15,7 @@ from weakref import WeakSet
 import torch
 
 from opintercept._core.errors import OpInterceptWarning
-from opintercept._core.tensors import is_strided, tensors_in
+from opintercept._core.tensors import is_strided, nested_tensors
 from opintercept._values.late import captures, graph_of
 
 _Result = TypeVar("_Result")
@@ -204,7 +204,7 @@ def in_graph_capture(tensor: torch.Tensor) -> bool:
 
 def is_captured(values: Any) -> bool:
     """Whether a CUDA graph captures a call with these arguments and outputs, in a block that sees its replays."""
-    return bool(captures) and any(map(in_graph_capture, tensors_in(values)))
+    return bool(captures) and any(map(in_graph_capture, nested_tensors(values)))
 
 
 _warned: WeakSet[object] = WeakSet()  # hooks that have left out a call

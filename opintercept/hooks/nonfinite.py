@@ -6,7 +6,7 @@ import math
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from os import PathLike
@@ -23,7 +23,7 @@ from opintercept._core.in_kernel import OVERWRITTEN, CallRanges, Overwritten, Ra
 from opintercept._core.pipeline import keep, settle
 from opintercept._core.record import CallRecord, PendingRecord
 from opintercept._core.tables import Shown
-from opintercept._core.tensors import is_strided, named_tensors, share_memory
+from opintercept._core.tensors import is_strided, named_tensors, nested_tensors, share_memory
 from opintercept._core.text import counted
 from opintercept._engines.scope import unwatched
 from opintercept._kit.copyable import Copyable
@@ -381,7 +381,7 @@ class NonFinite(Copyable, Shown):
     def pre(self, call: OpCall) -> None:
         """Read the tensors that the operator is about to overwrite."""
         kind = _kind(call)
-        captured = (kind.writes or kind.scales) and any(map(in_graph_capture, _tensors(call.args)))
+        captured = (kind.writes or kind.scales) and any(map(in_graph_capture, nested_tensors(call.args)))
         if captured and (kind.scales or not any(map(graph_of, call.tensors.values()))):
             return
         if kind.writes and (before := _before(call, copies=self._save is not None)) is not None:
@@ -422,7 +422,7 @@ class NonFinite(Copyable, Shown):
             if not (argument.is_out or (overwrites and _is_written(argument)) or name in ignored)
             and (tensor.is_floating_point() or tensor.is_complex())
         )
-        returned = list(_tensors(call.output)) if call.func._schema.returns else []
+        returned = list(nested_tensors(call.output)) if call.func._schema.returns else []
         written = _written(call) if kind.writes else None
         outputs = []
         for made in _outputs(call, written):
@@ -782,7 +782,7 @@ def _worst(value: Any) -> ValueRange | None:
 
 def _written(call: OpCall) -> list[torch.Tensor] | None:
     """The tensors of the caller that the call writes to, as far as its schema says so; None if it writes to none."""
-    written = list(_tensors(call.written))
+    written = list(nested_tensors(call.written))
     return written if written or torchs_name(call.op) in UPDATES else None
 
 
@@ -792,7 +792,7 @@ def _made(call: OpCall, before: _Before | None) -> list[torch.Tensor]:
 
 def _outputs(call: OpCall, written: Sequence[torch.Tensor] | None) -> list[torch.Tensor]:
     """The outputs that the program gets from the call, and the tensors that the call wrote to."""
-    found = list(_tensors(call.output))
+    found = list(nested_tensors(call.output))
     if len(found) > 1:
         del found[results_of(call.op, row_of(call.func).family) or len(found) :]
     if written is not None:
@@ -804,19 +804,11 @@ def _is_written(argument: Any) -> bool:
     return argument.alias_info is not None and bool(argument.alias_info.is_write)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from _tensors(part)
-
-
 def _is_view(call: OpCall, before: _Before | None) -> bool:
     """Whether the call returned memory that it was given. Its schema does not always say so."""
     if before is not None and before.written:
         return False
-    output = next(_tensors(call.output), None)
+    output = next(nested_tensors(call.output), None)
     return output is not None and any(output is t or _overlap(output, t) for t in call.tensors.values())
 
 

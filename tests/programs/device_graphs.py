@@ -26,7 +26,9 @@ Step = Callable[[], Tensor]
 def program(device: str, *, trains: bool) -> tuple[Tensor, Step]:
     """A static input, and a step that computes with it."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4, dtype=torch.float32)).to(device)
+    net = nn.Sequential(
+        nn.Linear(8, 8), nn.LayerNorm(8, elementwise_affine=False), nn.ReLU(), nn.Linear(8, 4, dtype=torch.float32)
+    ).to(device)
     x, one = torch.zeros(6, 8).to(device), torch.ones(()).to(device)
 
     def infer() -> Tensor:
