@@ -170,7 +170,7 @@ register.on_declared = _declared
 
 def _waits_for(module: str) -> bool:
     packs.load((), (module,))  # says which functions to wait for
-    return module in (launches.MODULE, inductor.MODULE) or any(
+    return module in (launches.MODULE, inductor.MODULE, inductor.COMPILER) or any(
         name.partition(":")[0] == module for name in ROWS.patched
     )
 

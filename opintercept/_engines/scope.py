@@ -15,7 +15,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -323,14 +323,10 @@ def put(scope: Scope) -> None:
 
 
 @contextmanager
-def unwatched() -> Iterator[None]:
-    """For a hook that computes where a program asks for its results: no block sees the operators that it runs.
-
-    In a block that watches all operators, the hook would be shown its own, which multiply nothing. So blocks that watch
-    products alone stay as they are, and see those of a signal handler that comes in between.
-    """
+def hidden() -> Iterator[None]:
+    """No block sees the operators that this thread runs meanwhile."""
     before = current()
-    if before.hidden or all(watcher.only_products for watcher in before.active()):
+    if before.hidden:
         yield
         return
     put(before.while_hooks_run())
@@ -338,6 +334,15 @@ def unwatched() -> Iterator[None]:
         yield
     finally:
         put(before)
+
+
+def unwatched() -> AbstractContextManager[None]:
+    """For a hook that computes where a program asks for its results: no block sees the operators that it runs.
+
+    In a block that watches all operators, the hook would be shown its own, which multiply nothing. So blocks that watch
+    products alone stay as they are, and see those of a signal handler that comes in between.
+    """
+    return nullcontext() if all(watcher.only_products for watcher in current().active()) else hidden()
 
 
 def unseen_calls() -> int:

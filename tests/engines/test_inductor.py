@@ -263,6 +263,28 @@ def test_graphs_that_are_compiled_inside_a_block_are_seen() -> None:
     assert all(type(kernel).__name__ == "builtin_function_or_method" for kernel in after.values())
 
 
+def test_what_inductor_times_while_it_compiles_is_no_call_of_the_program() -> None:
+    options: Any = {"max_autotune": True, "max_autotune_gemm_backends": "CPP,ATEN"}
+    linear, recorder = nn.Linear(48, 32), Recorder()
+    compiled = torch.compile(lambda x: linear(x).relu(), options=options)
+    with torch.no_grad(), intercept(recorder, ops="all"):
+        compiled(torch.ones(40, 48))
+        once = len(recorder.records)
+        compiled(torch.ones(40, 48))
+    assert len(recorder.records) == 2 * once
+
+
+def test_the_module_of_a_single_kernel_stays_as_it_is() -> None:
+    """Inductor takes the kernel from there for a wrapper, or times it, and reads its attributes."""
+    text = "class Kernel:\n    def run(self):\n        return 1\n\n\ntriton_poi_fused_add_0 = Kernel()\n"
+    with intercept(Recorder(), ops="all") as block:
+        for more in ("", "def call(args):\n    pass\n\n\ndef benchmark_all_configs(args):\n    pass\n"):
+            kernel: Any = torch._inductor.codecache.PyCodeCache.load(text + more).triton_poi_fused_add_0
+            assert kernel.run.__self__ is kernel
+            assert kernel.run() == 1
+    assert block.opaque == {}
+
+
 def test_an_exception_in_the_middle_leaves_wrappers_as_they_were(net: Any) -> None:
     before = kernels()
 

@@ -33,6 +33,9 @@ from opintercept._origin.wrappers import multiplies, wrapper_at
 MODULE = "torch._inductor.codecache"
 """The module that loads generated wrappers. It is not imported for a block."""
 
+COMPILER = "torch._inductor.compile_fx"
+"""The module that compiles graphs. Neither is it."""
+
 LEVEL = "dispatch"
 
 # Private, as in `patched_functions`. Where a torch lacks them, autograd may record what hooks compute from operands.
@@ -137,6 +140,14 @@ def _tell(name: str, scope: Scope) -> None:
             watcher.pipeline.count_unseen(f"inductor::{name}")
 
 
+def _is_wrapper(namespace: dict[str, Any]) -> bool:
+    """Whether a generated module is a graph's wrapper.
+
+    Others have one kernel: the wrapper gets it from there, or Inductor times it, some with a `call` for that.
+    """
+    return namespace.get("__file__") is not None and "call" in namespace and "benchmark_all_configs" not in namespace
+
+
 def _is_kernel(name: str, value: Any) -> bool:
     if any(kind.__name__ in _CLASSES for kind in type(value).__mro__):
         return True
@@ -169,7 +180,7 @@ def _look() -> None:
         return
     others = [module for name, module in tuple(sys.modules.items()) if name.startswith(_PREFIX)]
     for module in (*cached, *others):
-        if isinstance(module, ModuleType) and module not in _wrappers and getattr(module, "__file__", None):
+        if isinstance(module, ModuleType) and module not in _wrappers and _is_wrapper(vars(module)):
             _wrappers[module] = _WrapperModule(module)
     _seen = len(sys.modules), list(map(weakref.ref, cached))
 
@@ -189,10 +200,24 @@ def _places() -> Iterator[Place]:
     cache = _cache()
     if isinstance(vars(cache).get("load_by_key_path") if cache is not None else None, classmethod):
         yield f"{MODULE}.PyCodeCache.load_by_key_path", cache, "load_by_key_path", _loading
+    # The second is private, and compiles backward passes. Where a torch lacks it, blocks see what Inductor times there.
+    compiler = sys.modules.get(COMPILER)
+    for name in ("compile_fx", "fx_codegen_and_compile"):
+        if callable(getattr(compiler, name, None)):
+            yield f"{COMPILER}.{name}", compiler, name, _compiling
 
 
 LOADING = Replacements(Wrapped(_places))
-"""What loads a wrapper, so that those which come while a block is open are seen, too."""
+"""What compiles a graph and loads its wrapper, so that those which come while a block is open are seen, too."""
+
+
+def _compiling(original: Any) -> Any:
+    @functools.wraps(original)
+    def compiling(*args: Any, **kwargs: Any) -> Any:
+        with _scope.hidden():  # it tries kernels on tensors of its own
+            return original(*args, **kwargs)
+
+    return keep_out(compiling)
 
 
 def _loading(original: Any) -> Any:
