@@ -1,8 +1,9 @@
 """Compares models that torch.compile has compiled with the same ones under hooks: `python compiled_models.py llama -v`.
 
-Results must be the same, bit for bit, and each launch of a generated kernel must be seen. Launches are counted by a
-profiler of Python, which sees the calls of C functions that wrappers make, without a block. Prints each model with what
-differs, and says at the end how much was compared.
+Results must be the same, bit for bit, and each launch of a generated kernel must be seen. On the CPU, launches are
+counted by a profiler of Python, which sees the calls of C functions that wrappers make, without a block; on a GPU
+(`--device cuda`), by torch's profiler, which sees the kernels of the device, also those of a graph that is replayed.
+Prints each model with what differs, and says at the end how much was compared.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -115,7 +117,7 @@ NAMES = (
 TUNED = ("llama", "own_rnn")  # with products from templates in C++, too
 
 
-def step_of(name: str, trains: bool, options: dict[str, Any]) -> Run:
+def step_of(name: str, trains: bool, options: dict[str, Any], device: str = "cpu") -> Run:
     """What runs one step of a compiled model, and returns its results, and in training its gradients and buffers."""
     torch.manual_seed(0)
     if name in OWN:
@@ -128,7 +130,8 @@ def step_of(name: str, trains: bool, options: dict[str, Any]) -> Run:
         inputs.pop("labels", None)
         if name == "t5":
             inputs["decoder_input_ids"] = inputs["input_ids"]
-    model.train(trains)
+    model.to(device).train(trains)
+    inputs = {key: value.to(device) for key, value in inputs.items()}
     compiled: Any = torch.compile(model, **options)
     state = {key: value.clone() for key, value in model.state_dict().items()}
 
@@ -156,8 +159,20 @@ def _tensors(value: Any) -> list[Tensor]:
     return [each for part in values for each in _tensors(part)]
 
 
-def launched(run: Run) -> Counter[str]:
-    """How often wrappers call each of the kernels that they define, in one run."""
+def launched(run: Run, device: str) -> Counter[str]:
+    """How often each generated kernel is launched in one run."""
+    return launched_on_gpu(run) if device == "cuda" else called_in_wrappers(run)
+
+
+def launched_on_gpu(run: Run) -> Counter[str]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    names = (event.name for event in profiler.events() or () if str(event.device_type).endswith("CUDA"))
+    return Counter(name for name in names if name.startswith("triton_"))
+
+
+def called_in_wrappers(run: Run) -> Counter[str]:
     counts: Counter[str] = Counter()
     defined: dict[str, dict[int, str]] = {}
 
@@ -195,22 +210,39 @@ class Compared(NamedTuple):
     wrong: list[str]
 
 
-def compare(run: Run, folder: str) -> Compared:
-    """Compare a compiled step with itself under hooks, with kernels in C++, if they are built, and in Python."""
-    run()
+def compare(run: Run, folder: str, device: str = "cpu", *, captured: bool = False) -> Compared:
+    """Compare a compiled step with itself under hooks, with kernels in C++, if they are built, and in Python.
+
+    Args:
+        run: The step.
+        folder: Where runs are recorded.
+        device: On which device it runs.
+        captured: Whether CUDA graphs are captured. Blocks see those that are captured inside, so they are made anew.
+    """
+    warm = 3 if captured else 1  # a graph is captured in the second run
+    for _ in range(warm):
+        run()
     plain, wrong = run(), []
-    counts = launched(run)
+    if not all(map(_same, plain, run())):
+        return Compared(0, 0, 0, ["no two runs have the same results"])
+    counts = launched(run, device)
     placed = found = 0
     for engine in ("auto", "kernel"):
         recorder = Recorder()
         hooks: Any = [recorder, Stats(), NonFinite(action="record"), Profile()]
         hooks.append(runs.RunRecorder(f"{folder}/{engine}", tensors="stats"))
-        with torch.compiler.set_stance("fail_on_recompile"), intercept(hooks, ops="all", engine=engine):
+        if captured:
+            torch._dynamo.reset()
+        stance = nullcontext() if captured else torch.compiler.set_stance("fail_on_recompile")
+        with stance, intercept(hooks, ops="all", engine=engine, graphs=captured):
+            for _ in range(warm if captured else 0):
+                run()
+            before = len(recorder.records)
             for _ in range(2):  # the second time, what is noted has been seen before
                 seen = run()
                 if len(seen) != len(plain) or not all(map(_same, plain, seen)):
                     wrong.append(f"{engine}: results differ")
-        records = [each for each in recorder.records if each.ops is not None]
+            records = [each for each in recorder.records[before:] if each.ops is not None]
         of_names = Counter(each.op.removeprefix("inductor::") for each in records)
         if of_names != Counter({name: 2 * count for name, count in counts.items()}):
             wrong.append(f"{engine}: launched {counts}, saw {of_names}")
@@ -225,21 +257,24 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
 
 
-def settings(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def settings(name: str, device: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """How a model is compiled."""
     yield "default", {}
     yield "dynamic", {"dynamic": True}
+    if device == "cuda":
+        yield "reduce-overhead", {"mode": "reduce-overhead"}
     if name in TUNED:
-        yield "max-autotune", {"options": {"max_autotune": True, "max_autotune_gemm_backends": "CPP,ATEN"}}
+        backends = "TRITON" if device == "cuda" else "CPP,ATEN"
+        yield "max-autotune", {"options": {"max_autotune": True, "max_autotune_gemm_backends": backends}}
 
 
-def main(names: Sequence[str], only: str | None) -> int:
+def main(names: Sequence[str], only: str | None, device: str) -> int:
     """Compare these models, and return how many differ."""
     total, bad = Counter[str](), 0
     warnings.filterwarnings("ignore")
     torch._inductor.config.compile_threads = 1
     for name in names:
-        for how, options in settings(name):
+        for how, options in settings(name, device):
             for trains in (False, True):
                 if only not in (None, how):
                     continue
@@ -247,7 +282,8 @@ def main(names: Sequence[str], only: str | None) -> int:
                 began, what = time.time(), f"{name}, {how}, {'training' if trains else 'inference'}"
                 with tempfile.TemporaryDirectory() as folder:
                     try:
-                        found = compare(step_of(name, trains, options), folder)
+                        step = step_of(name, trains, options, device)
+                        found = compare(step, folder, device, captured=how == "reduce-overhead")
                     except Exception as error:
                         found = Compared(0, 0, 0, [f"{type(error).__name__}: {str(error)[:300]}"])
                 total.update(programs=1, launches=found.launches, seen=found.seen, placed=found.placed)
@@ -263,6 +299,7 @@ def main(names: Sequence[str], only: str | None) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", default=NAMES)
-    parser.add_argument("--how", choices=("default", "dynamic", "max-autotune"))
+    parser.add_argument("--how", choices=("default", "dynamic", "reduce-overhead", "max-autotune"))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args()
-    sys.exit(min(main(options.names, options.how), 100))
+    sys.exit(min(main(options.names, options.how, options.device), 100))
