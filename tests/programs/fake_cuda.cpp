@@ -82,6 +82,7 @@ struct Launched {
 void run(const Launched& launch) {
   static Part parts[THREADS];
   static Word words[THREADS];
+  static Vector slots[FETCHED * THREADS];
   for (unsigned number = 0; number < launch.down; number++) {
     const Job& job = launch.jobs.job[number];
     open(job.data, 1);
@@ -98,7 +99,8 @@ void run(const Launched& launch) {
       }
       std::memset(static_cast<void*>(parts), 0xFF, sizeof parts); // whatever the last block has left
       std::memset(words, 0xFF, sizeof words);
-      is_written = run_block(job, block, launch.scratch->parts[number], parts, words, [&](unsigned mine) {
+      std::memset(static_cast<void*>(slots), 0xFF, sizeof slots);
+      is_written = run_block(job, block, launch.scratch->parts[number], parts, words, slots, [&](unsigned mine) {
         blocks_that_read += mine > HAS_READ;
         if (between_blocks != nullptr) {
           between_blocks();

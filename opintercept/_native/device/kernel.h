@@ -17,7 +17,7 @@ constexpr int MOST_PARTS = 264; // of a tensor, which are read by themselves: tw
 constexpr int MOST_JOBS = 10; // tensors that one launch reads
 constexpr int DEEPEST = 6; // dimensions of the rows
 constexpr int ROWS_EACH = 8; // that a thread reads before another block is worth its start
-constexpr int AT_ONCE = 4; // virtual rows that a thread loads before it uses one
+constexpr int FETCHED = 4; // vectors that are on their way to a thread
 constexpr int SAMPLED = 1024; // values of a tensor that says what it said before
 constexpr int FEW_BLOCKS = 64; // that look whether it does
 constexpr Word BLOCK = 1 << 16, PIECE = 1 << 18; // as in `_values.hash`
@@ -98,20 +98,124 @@ inline To same_bits(From from) {
   return __builtin_bit_cast(To, from);
 }
 
+struct alignas(16) Vector {
+  unsigned words[4];
+};
+
 #ifdef __CUDACC_RTC__
 inline double fused(double a, double b, double c) {
   return fma(a, b, c);
-}
-inline float lesser(float a, float b) {
-  return fminf(a, b);
 }
 #else
 inline double fused(double a, double b, double c) {
   return __builtin_fma(a, b, c);
 }
-inline float lesser(float a, float b) {
-  return a < b ? a : b;
+#endif
+
+// The order of float32, and of what is shorter in their upper bits.
+inline int order(int single) {
+  return single ^ (single >> 31 & 0x7FFFFFFF);
 }
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+
+// Of words that hold one float32 each, or two bfloat16, the lesser values. NaN is the result where there is one.
+template <int LANES>
+inline unsigned lesser(unsigned a, unsigned b) {
+  unsigned found;
+  if constexpr (LANES == 1) {
+    asm("min.NaN.f32 %0, %1, %2;" : "=r"(found) : "r"(a), "r"(b));
+  } else {
+    asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(found) : "r"(a), "r"(b));
+  }
+  return found;
+}
+template <int LANES>
+inline unsigned greater(unsigned a, unsigned b) {
+  unsigned found;
+  if constexpr (LANES == 1) {
+    asm("max.NaN.f32 %0, %1, %2;" : "=r"(found) : "r"(a), "r"(b));
+  } else {
+    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(found) : "r"(a), "r"(b));
+  }
+  return found;
+}
+
+template <int LANES>
+inline unsigned magnitude(unsigned word) {
+  unsigned found = word & 0x7FFF7FFF;
+  if constexpr (LANES == 1) {
+    asm("abs.f32 %0, %1;" : "=r"(found) : "r"(word)); // part of the instruction that uses it
+  }
+  return found;
+}
+
+// Adds a product to the hash of a column. The compiler takes eight instructions for what these two do.
+inline void add_product(Word& hash, int bits, int lower, unsigned upper) {
+  asm("{\n\t.reg .u32 low, high;\n\tmad.wide.s32 %0, %1, %2, %0;\n\tmov.b64 {low, high}, %0;\n\t"
+      "mad.lo.u32 high, %1, %3, high;\n\tmov.b64 %0, {low, high};\n\t}"
+      : "+l"(hash)
+      : "r"(bits), "r"(lower), "r"(upper));
+}
+
+inline unsigned add_bytes(unsigned bytes, unsigned to) {
+  asm("dp4a.u32.u32 %0, %1, 0x01010101, %0;" : "+r"(to) : "r"(bytes));
+  return to;
+}
+
+// Lets a vector come to the memory of the block, where it needs no registers until it is there.
+inline void fetch(Vector& to, const void* from) {
+  const auto shared = static_cast<unsigned>(__cvta_generic_to_shared(&to));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(from) : "memory");
+}
+inline void end_lot() { // of what `await` waits for
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+template <int LEFT> // so many lots may still be on their way
+inline void await() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
+
+#else
+
+// A negative NaN is the least here, another one the greatest.
+inline unsigned farther(unsigned a, unsigned b, bool up) {
+  return (order(static_cast<int>(a)) < order(static_cast<int>(b))) != up ? a : b;
+}
+template <int LANES>
+inline unsigned farther(unsigned a, unsigned b, bool up) {
+  return LANES == 1 ? farther(a, b, up) : (farther(a, b, up) & 0xFFFF0000) | farther(a << 16, b << 16, up) >> 16;
+}
+template <int LANES>
+inline unsigned lesser(unsigned a, unsigned b) {
+  return farther<LANES>(a, b, false);
+}
+template <int LANES>
+inline unsigned greater(unsigned a, unsigned b) {
+  return farther<LANES>(a, b, true);
+}
+
+template <int LANES>
+inline unsigned magnitude(unsigned word) {
+  return word & (LANES == 1 ? 0x7FFFFFFF : 0x7FFF7FFF);
+}
+
+inline void add_product(Word& hash, int bits, int lower, unsigned upper) {
+  hash += static_cast<Word>(static_cast<long long>(bits) * lower) +
+      (static_cast<Word>(static_cast<unsigned>(bits) * upper) << 32);
+}
+
+inline unsigned add_bytes(unsigned bytes, unsigned to) {
+  return to + (bytes & 0xFF) + (bytes >> 8 & 0xFF) + (bytes >> 16 & 0xFF) + (bytes >> 24);
+}
+
+inline void fetch(Vector& to, const void* from) {
+  to = *static_cast<const Vector*>(from);
+}
+inline void end_lot() {}
+template <int LEFT>
+inline void await() {}
+
 #endif
 
 constexpr long long INFINITE = 0x7FF0000000000000, SIGN = -0x7FFFFFFFFFFFFFFF - 1;
@@ -171,14 +275,13 @@ struct Float64 {
   }
 };
 
-// Those of at most 32 bits are read as float32. Of as many as a word of 32 bits has, `odd` says at once which are not
-// finite, by their signs, and `nonzero` which are not zero.
+// Those of at most 32 bits are read as float32.
 struct Single {
   using Key = int;
   static constexpr bool WIDE = false, IN_WORDS = true;
 
   static Key key(int single) {
-    return single ^ (single >> 31 & 0x7FFFFFFF);
+    return order(single);
   }
   static bool is_odd(int single) {
     return (single & 0x7F800000) == 0x7F800000;
@@ -197,6 +300,7 @@ struct Single {
   }
 };
 
+// All values of a word at once, by their signs.
 template <typename Bits>
 struct Words {
   static constexpr unsigned ONES = sizeof(Bits) == 4 ? 1 : sizeof(Bits) == 2 ? 0x00010001 : 0x01010101;
@@ -205,68 +309,92 @@ struct Words {
   static unsigned nonzero(unsigned word) {
     return ((word & MAGNITUDES) + MAGNITUDES) & SIGNS;
   }
-  // How many signs there are in four words together.
-  static unsigned signs_in(const unsigned (&words)[4]) {
-    constexpr int LAST = 8 * sizeof(Bits) - 1;
-    const unsigned lanes = (words[0] >> LAST) + (words[1] >> LAST) + (words[2] >> LAST) + (words[3] >> LAST);
-    return lanes * ONES >> (31 - LAST);
+};
+
+// What a thread does with vectors of such values: it takes a float32 as it is, and others as the upper bits of a
+// bfloat16, which have the same order. The double whose upper bits have the same sign, exponent and mantissa is the
+// value without a scale, also of a subnormal one, so that none has to be converted.
+template <typename B>
+struct Short : Single, Words<B> {
+  using Bits = B;
+  static constexpr int LANES = sizeof(B) == 4 ? 1 : 2; // of a word that is taken
+  static constexpr int TAKEN = sizeof(B) == 1 ? 8 : 4; // words of a vector
+  static constexpr unsigned MOST = LANES == 1 ? 0x7F7FFFFF : 0x7F7F7F7F,
+                            LEAST = MOST | (LANES == 1 ? 0x80000000 : 0x80008000);
+  int special; // the first magnitude that is infinite or NaN; 0 where -0.0 is the only NaN
+  int shift; // of the sign, exponent and mantissa, to where a double has them
+  unsigned mask;
+  double scale;
+
+  Short(int mantissa, int bias, int special) : special(special) {
+    shift = 12 - 8 * static_cast<int>(sizeof(B)) + mantissa;
+    mask = (LANES == 1 ? 0x7FFFFFFF : 0x7FFF0000) >> shift | 0x80000000;
+    scale = same_bits<double>(static_cast<Word>(2046 - bias) << 52);
   }
-  // Those of at least a magnitude.
-  static unsigned at_least(unsigned word, unsigned magnitude) {
-    return ((word & MAGNITUDES) + (SIGNS - magnitude * ONES)) & SIGNS;
+
+  static unsigned take(const Vector& loaded, int i) {
+    if constexpr (sizeof(B) == 1) {
+      const unsigned two = loaded.words[i / 2] >> (i % 2 * 16);
+      return (two & 0xFF) << 8 | (two & 0xFF00) << 16;
+    }
+    return loaded.words[i];
+  }
+  static Bits bits_of(unsigned taken, int lane) {
+    return static_cast<Bits>(taken >> (16 * lane + (sizeof(B) == 1 ? 8 : 0)));
+  }
+  double scaled(unsigned taken, int lane) const {
+    const unsigned top = lane + 1 == LANES ? taken : taken << 16;
+    const unsigned upper = static_cast<unsigned>(static_cast<int>(top) >> shift) & mask;
+    return same_bits<double>(static_cast<Word>(upper) << 32 | (LANES == 1 ? taken << (32 - shift) : 0));
+  }
+  // Whether one of the smallest magnitudes is zero.
+  static bool has_zero(unsigned smallest) {
+    constexpr unsigned ones = LANES == 1 ? 1 : 0x00010001, signs = ones << (32 / LANES - 1);
+    return ((smallest + (signs - ones)) & signs) != signs;
+  }
+  // Whether a vector that has this range has others than finite values.
+  bool has_odd(const Vector& loaded, unsigned least, unsigned most) const {
+    unsigned odd = 0;
+    if (special == 0) {
+      for (const unsigned word : loaded.words) {
+        const unsigned other = word ^ this->SIGNS;
+        odd |= ~(this->nonzero(other) | other) & this->SIGNS;
+      }
+    } else {
+      constexpr unsigned ones = LANES == 1 ? 1 : 0x00010001, signs = ones << (32 / LANES - 1);
+      const unsigned below = signs - (static_cast<unsigned>(special) << (sizeof(B) == 1 ? 8 : 0)) * ones;
+      odd = (((least & ~signs) + below) | ((most & ~signs) + below)) & signs;
+    }
+    return odd != 0;
   }
 };
 
-struct Float32 : Single, Words<int> {
-  using Bits = int;
+struct Float32 : Short<int> {
+  Float32() : Short(23, 127, 0x7F800000) {}
   int single(Bits bits) const {
     return bits;
   }
-  float finite(Bits bits) const {
-    return same_bits<float>(bits);
-  }
-  static unsigned odd(unsigned word) {
-    return at_least(word, 0x7F800000);
-  }
 };
 
-struct BFloat16 : Single, Words<short> {
-  using Bits = short;
+struct BFloat16 : Short<short> {
+  BFloat16() : Short(7, 127, 0x7F80) {}
   int single(Bits bits) const {
     return static_cast<int>(static_cast<unsigned>(bits) << 16);
-  }
-  float finite(Bits bits) const {
-    return same_bits<float>(single(bits));
-  }
-  static unsigned odd(unsigned word) {
-    return at_least(word, 0x7F80);
   }
 };
 
 // In integer arithmetic, since not every device knows every float8.
 template <typename B>
-struct Narrow : Single, Words<B> {
-  using Bits = B;
+struct Narrow : Short<B> {
   int mantissa, bias;
-  int special; // the first magnitude that is infinite or NaN; 0 where -0.0 is the only NaN
   float unit; // the smallest value
-  float scale; // of a value whose bits are read as those of a float32
 
-  Narrow(int mantissa, int bias, int special) : mantissa(mantissa), bias(bias), special(special) {
+  Narrow(int mantissa, int bias, int special) : Short<B>(mantissa, bias, special), mantissa(mantissa), bias(bias) {
     unit = 1.0f / static_cast<float>(1 << (bias + mantissa - 1));
-    scale = same_bits<float>((254 - bias) << 23);
   }
-  float finite(Bits from) const { // whatever the special ones
-    const int bits = from, magnitude = (bits & (sizeof(Bits) == 2 ? 0x7FFF : 0x7F)) << (23 - mantissa);
-    return same_bits<float>(magnitude | (bits & (-0x7FFFFFFF - 1))) * scale;
-  }
-  unsigned odd(unsigned word) const {
-    const unsigned other = word ^ this->SIGNS;
-    return special != 0 ? this->at_least(word, special) : ~(this->nonzero(other) | other) & this->SIGNS;
-  }
-  int single(Bits from) const {
-    constexpr int MAX = sizeof(Bits) == 2 ? 0x7FFF : 0x7F;
-    const int bits = from, magnitude = bits & MAX, shifted = magnitude << (23 - mantissa);
+  int single(B from) const {
+    constexpr int MAX = sizeof(B) == 2 ? 0x7FFF : 0x7F;
+    const int bits = from, magnitude = bits & MAX, shifted = magnitude << (23 - mantissa), special = this->special;
     int found = shifted + ((127 - bias) << 23);
     if (magnitude >> mantissa == 0) { // subnormal
       found = same_bits<int>(static_cast<float>(magnitude) * unit);
@@ -407,56 +535,62 @@ struct Reading {
   struct alignas(16) Loaded {
     Bits bits[COLUMNS];
   };
-  struct LoadedWords {
-    unsigned words[4];
-  };
 
   unsigned finite = 0, nan = 0, odd = 0, zeros = 0, underflow = 0, overflow = 0;
   Key low, high;
+  unsigned least = 0, most = 0; // of whole vectors, as their words are taken
   double pivot = 0, apart = 0, distances = 0, squares = 0; // apart and distances: from the pivot
   Word hashes[COLUMNS] = {};
 
   Reading() {
     low = static_cast<Key>(~(Key(1) << (8 * sizeof(Key) - 1)));
     high = ~low;
+    if constexpr (F::IN_WORDS) {
+      least = F::MOST;
+      most = F::LEAST;
+    }
   }
 
   // Adds a whole vector if it has nothing but finite values, as most have. False otherwise.
-  bool add_finite(const F& format, const Loaded& loaded, Word by, bool hashed) {
+  bool add_finite(const F& format, const Vector& loaded, Word by, bool hashed) {
     if constexpr (!F::IN_WORDS) {
       return false;
     } else {
-      const auto words = same_bits<LoadedWords>(loaded);
-      unsigned odd_ones = 0, nonzeros[4];
-      for (int i = 0; i < 4; i++) {
-        odd_ones |= format.odd(words.words[i]);
-        nonzeros[i] = F::nonzero(words.words[i]);
+      constexpr int LANES = F::LANES;
+      unsigned taken[F::TAKEN], lower, upper, smallest;
+      for (int i = 0; i < F::TAKEN; i++) {
+        const unsigned word = taken[i] = F::take(loaded, i);
+        lower = i == 0 ? word : lesser<LANES>(word, lower);
+        upper = i == 0 ? word : greater<LANES>(word, upper);
+        smallest = i == 0 ? magnitude<LANES>(word) : lesser<LANES>(magnitude<LANES>(word), smallest);
       }
-      if (odd_ones != 0) {
+      if (format.has_odd(loaded, lower, upper)) {
         return false;
       }
-      float least = format.finite(loaded.bits[0]), most = least;
-      pivot = finite == 0 ? least : pivot;
+      least = lesser<LANES>(lower, least);
+      most = greater<LANES>(upper, most);
+      if (F::has_zero(smallest)) {
+        unsigned nonzero = 0;
+        for (const unsigned word : loaded.words) {
+          nonzero = add_bytes(F::nonzero(word), nonzero);
+        }
+        zeros += COLUMNS - nonzero / 0x80; // which is what a sign is in its byte
+      }
+      if (finite == 0) {
+        pivot = format.scaled(taken[0], 0) * format.scale;
+      }
       finite += COLUMNS;
-      zeros += COLUMNS - F::signs_in(nonzeros);
-      for (int i = 0; i < COLUMNS; i++) {
-        const float value = format.finite(loaded.bits[i]);
-        least = lesser(value, least);
-        most = -lesser(-value, -most);
-        const double distance = value - pivot;
+      for (int i = 0; i < F::TAKEN * LANES; i++) {
+        const double distance = fused(format.scaled(taken[i / LANES], i % LANES), format.scale, -pivot);
         apart += distance;
         distances = fused(distance, distance, distances);
       }
-      const Key low_key = F::key(same_bits<int>(least)), high_key = F::key(same_bits<int>(most));
-      low = low_key < low ? low_key : low;
-      high = high_key > high ? high_key : high;
-      if (hashed) { // as a signed number of 32 bits and the rest: such products take few steps
-        const auto lower = static_cast<int>(by);
-        const auto upper = static_cast<unsigned>((by - static_cast<Word>(static_cast<long long>(lower))) >> 32);
+      if (hashed) { // as a signed number of 32 bits and the rest
+        const auto signed_by = static_cast<int>(by);
+        const auto rest = static_cast<unsigned>((by - static_cast<Word>(static_cast<long long>(signed_by))) >> 32);
+        const auto values = same_bits<Loaded>(loaded);
         for (int i = 0; i < COLUMNS; i++) {
-          const int bits = loaded.bits[i];
-          hashes[i] += static_cast<Word>(static_cast<long long>(bits) * lower) +
-              (static_cast<Word>(static_cast<unsigned>(bits) * upper) << 32);
+          add_product(hashes[i], values.bits[i], signed_by, rest);
         }
       }
       return true;
@@ -529,65 +663,73 @@ struct Reading {
   // Where the columns of this thread are whole vectors, if they lie as those of most tensors do.
   struct Vectors {
     bool are_whole; // whether any can be
-    long long pitch, last; // from one virtual row to the next; where the last one begins. 0 if `find` has to tell
+    Word pitch; // from one virtual row to the next; 0 if `find` has to tell
+    Word end; // of the values of which vectors are taken
+
+    // How many rows of a thread have one, from the first on.
+    int count(Word row, Word step, Word rows, Word first) const {
+      const Word begin = row * pitch + first;
+      if (!are_whole || pitch == 0 || row >= rows || begin + COLUMNS > end) {
+        return 0;
+      }
+      const auto some = static_cast<unsigned>(rows - row - 1) / static_cast<unsigned>(step);
+      const Word others = (end - COLUMNS - begin) / (step * pitch);
+      return static_cast<int>(others < some ? others : some) + 1;
+    }
   };
   static Vectors vectors_of(const Job& job, Word first) {
     // Of others than infinite values, a target counts some.
     const bool are_whole = F::IN_WORDS && job.aligned && !(job.has_target && job.tiny >= 0);
-    const auto width = static_cast<long long>(job.width);
     if (job.dims > 1 || (job.height > 1 && job.pieces > 1)) {
       return {are_whole, 0, 0};
     }
     if (job.height == 1) {
-      return {are_whole, static_cast<long long>(BLOCK), width - COLUMNS};
+      return {are_whole, BLOCK, job.width};
     }
-    return {are_whole && static_cast<long long>(first) + COLUMNS <= width, job.strides[0], -(SIGN + 1)};
+    return {are_whole && first + COLUMNS <= job.width, static_cast<Word>(job.strides[0]), ~Word(0)};
   }
 
-  // Reads the columns of this thread in virtual rows: all of some are on their way before the first one is used.
-  void add_rows(const F& format, const Job& job, Word row, Word step, Word end, Word first, const Word* weights) {
+  // Reads the columns of this thread in virtual rows. Of most tensors the rows have whole vectors at known distances, up
+  // to one, and some of these are always on their way to the slots of the thread.
+  void add_rows(
+      const F& format, const Job& job, Word row, Word step, Word end, Word first, const Word* weights, Vector* slots) {
     const Vectors vectors = vectors_of(job, first);
-    for (const Word base = row; row < end; row += AT_ONCE * step) {
-      add_some(format, job, vectors, row, step, end, first, weights + (row - base));
+    const auto* next = static_cast<const Bits*>(job.data) + row * vectors.pitch + first;
+    const Word apart = step * vectors.pitch;
+    const int count = vectors.count(row, step, end, first);
+    const bool hashed = job.hashed;
+    auto fetch_next = [&](int number, int slot) {
+      if (number < count) {
+        fetch(slots[slot], next);
+        next += apart;
+      }
+      end_lot();
+    };
+    for (int i = 0; i < FETCHED; i++) {
+      fetch_next(i, i * THREADS);
+    }
+    for (int i = 0, slot = 0; i < count; i++, row += step, weights += step) {
+      await<FETCHED - 1>();
+      const Vector loaded = slots[slot];
+      fetch_next(i + FETCHED, slot);
+      slot = (slot + THREADS) % (FETCHED * THREADS);
+      const Word by = hashed ? *weights : 0;
+      if (!add_finite(format, loaded, by, hashed)) {
+        add_row(format, job, find(job, row, first), by);
+      }
+    }
+    for (; row < end; row += step, weights += step) {
+      const Place place = find(job, row, first);
+      const Word by = job.hashed ? *weights : 0;
+      const bool is_whole = vectors.are_whole && place.count == COLUMNS;
+      if (!is_whole || !add_finite(format, *vector_at(job, place.at), by, hashed)) {
+        add_row(format, job, place, by);
+      }
     }
   }
 
-  void add_some(
-      const F& format, const Job& job, const Vectors& vectors, Word row, Word step, Word end, Word first,
-      const Word* weights) {
-    Loaded loaded[AT_ONCE];
-    unsigned left = 0; // rows that are no whole vectors of finite values
-    for (int i = 0; i < AT_ONCE; i++) {
-      const Word here = row + i * step;
-      long long at = -1;
-      if (here < end && vectors.are_whole) {
-        at = static_cast<long long>(here) * vectors.pitch + static_cast<long long>(first);
-        if (vectors.pitch == 0) {
-          const Place place = find(job, here, first);
-          at = place.count == COLUMNS ? place.at : -1;
-        } else if (at > vectors.last) {
-          at = -1;
-        }
-      }
-      if (at >= 0) {
-        loaded[i] = *reinterpret_cast<const Loaded*>(static_cast<const Bits*>(job.data) + at);
-      } else {
-        left |= (here < end) << i | (1 << (AT_ONCE + i));
-      }
-    }
-    for (int i = 0; i < AT_ONCE; i++) {
-      if ((left >> (AT_ONCE + i) & 1) == 0) {
-        left |= !add_finite(format, loaded[i], job.hashed ? weights[i * step] : 0, job.hashed) << i;
-      }
-    }
-#ifdef __CUDACC_RTC__
-#pragma unroll 1 // it is seldom, and long
-#endif
-    for (int i = 0; i < AT_ONCE; i++) {
-      if (left >> i & 1) {
-        add_row(format, job, find(job, row + i * step, first), job.hashed ? weights[i * step] : 0);
-      }
-    }
+  static const Vector* vector_at(const Job& job, long long at) {
+    return reinterpret_cast<const Vector*>(static_cast<const Bits*>(job.data) + at);
   }
 
   // Value by value.
@@ -622,8 +764,18 @@ struct Reading {
     return static_cast<const Bits*>(job.data)[at];
   }
 
-  void end(const Job& job, Word first, Part& sums) const {
+  void end(const F& format, const Job& job, Word first, Part& sums) {
     clear(sums);
+    if constexpr (F::IN_WORDS) {
+      for (int lane = 0; lane < F::LANES; lane++) {
+        const Key lower = F::key(format.single(F::bits_of(least, lane)));
+        const Key upper = F::key(format.single(F::bits_of(most, lane)));
+        if (lower <= upper) { // there was a vector
+          low = lower < low ? lower : low;
+          high = upper > high ? upper : high;
+        }
+      }
+    }
     if (job.hashed) {
       for (int i = 0; i < COLUMNS; i++) {
         sums.hash += hashes[i] * weight(first + i, job.swapped);
@@ -759,7 +911,7 @@ inline Word weight_of_row(const Job& job, Word virtual_row) {
 // Reads a part of the tensor. The sums and the weights are in memory that the threads of a block share: one for each warp,
 // and one for each thread.
 template <typename F>
-inline void read_part(F format, const Job& job, int part, Part* sums, Word* weights) {
+inline void read_part(F format, const Job& job, int part, Part* sums, Word* weights, Vector* slots) {
   Reading<F> readings[HELD];
   const int lanes = job.lanes, strip = part % job.across, beside = lanes * Reading<F>::COLUMNS;
   const Word rows = job.height * job.pieces, first = static_cast<Word>(part / job.across) * job.rows_each;
@@ -780,14 +932,14 @@ inline void read_part(F format, const Job& job, int part, Part* sums, Word* weig
       Reading<F>& own = readings[held];
       const Word column = column_of(thread), step = THREADS / lanes;
       const Word row = base + thread / lanes;
-      own.add_rows(format, job, row, step, end, column, weights + (row - base));
+      own.add_rows(format, job, row, step, end, column, weights + (row - base), slots + thread);
     });
   }
-  join([&](int thread, int held, Part& own) { readings[held].end(job, column_of(thread), own); }, sums);
+  join([&](int thread, int held, Part& own) { readings[held].end(format, job, column_of(thread), own); }, sums);
 }
 
-inline void read_part(const Job& job, int part, Part* sums, Word* weights) {
-  with_format(job.kind, [&](auto format) { read_part(format, job, part, sums, weights); });
+inline void read_part(const Job& job, int part, Part* sums, Word* weights, Vector* slots) {
+  with_format(job.kind, [&](auto format) { read_part(format, job, part, sums, weights, slots); });
 }
 
 // Adds up what the blocks have found, always in the same order.
@@ -848,14 +1000,15 @@ inline Row row_of(const Job& job, const Part& sums) {
 constexpr unsigned HAS_READ = 1u << 16;
 
 template <typename Count>
-inline bool run_block(const Job& job, int block, Part* found, Part* sums, Word* words, const Count& count) {
+inline bool run_block(
+    const Job& job, int block, Part* found, Part* sums, Word* words, Vector* slots, const Count& count) {
   unsigned done = 0;
   bool alone = false;
   do {
     const bool same = job.is_known && !alone && sample(job, words) == job.memo->sample;
     const int parts = same ? 0 : job.across * job.down, step = alone ? 1 : job.blocks;
     for (int part = alone ? 0 : block; part < parts; part += step) {
-      read_part(job, part, sums, words);
+      read_part(job, part, sums, words, slots);
       each_thread([&](int thread, int) {
         if (thread == 0) {
           found[part] = sums[0];
@@ -900,6 +1053,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     opintercept_read(const __grid_constant__ Jobs jobs, Scratch* scratch, Word mark) {
   __shared__ alignas(16) unsigned char memory[WARPS * sizeof(Part)];
   __shared__ Word words[THREADS];
+  __shared__ Vector slots[FETCHED * THREADS];
   __shared__ unsigned now;
   const int number = blockIdx.y, block = blockIdx.x;
   const Job& job = jobs.job[number];
@@ -908,7 +1062,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     return;
   }
   const bool is_last =
-      run_block(job, block, scratch->parts[number], reinterpret_cast<Part*>(memory), words, [&](unsigned mine) {
+      run_block(job, block, scratch->parts[number], reinterpret_cast<Part*>(memory), words, slots, [&](unsigned mine) {
         if (job.blocks == 1) {
           return mine;
         }
