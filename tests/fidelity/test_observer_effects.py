@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from devices import no_waits
 from programs import EMPTY, ENGINES
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
@@ -412,9 +413,5 @@ def test_watching_does_not_wait_for_a_gpu(engine: str, hook: Callable[[], Any]) 
     model = Net().cuda()
     train(model, "cuda")
     interceptor = intercept(hook(), **ENGINES[engine])
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with interceptor:
-            train(model, "cuda")
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with no_waits(), interceptor:
+        train(model, "cuda")
