@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from opintercept._core.call_site import CallSite, KernelPart, written_lines
 from opintercept._origin import fused
 from opintercept._origin.sources import Source, parse
+from opintercept._origin.stack import NOT_SOURCE
 from opintercept._origin.wrappers import wrapper_at
 
 if TYPE_CHECKING:
@@ -64,7 +65,14 @@ class Trace(NamedTuple):
     outermost: Source | None  # where it has the outermost module that it calls for this
     path: tuple[str, ...]  # the attributes from the graph's own module, in graphs that do not say more
     kind: str  # the name of the innermost module's class
-    line: tuple[str, int, str] | None  # the file, line number and function
+    line: fused.Line | None  # the file, line number and function, as graphs write them
+    below: fused.Line | None = None  # the program's, where those are in torch, as under `torch.set_default_device`
+
+    @property
+    def source_line(self) -> fused.Line | None:
+        """The line of the program; None if only torch's is known."""
+        is_torchs = self.line is not None and self.line[0].startswith(NOT_SOURCE)
+        return self.below if is_torchs else self.line
 
 
 UNKNOWN = Trace(None, None, (), "", None)
@@ -343,20 +351,31 @@ def _trace(node: Any) -> Trace:
     meta = node.meta
     # Dynamo has inlined what replaces a function.
     lines = [line for line in re.findall(_LINE, meta.get("stack_trace") or "") if not line[0].startswith(_HERE)]
-    line = (lines[-1][0], int(lines[-1][1]), lines[-1][2]) if lines else None
+    line, below = (
+        next(
+            (
+                (file, int(number), function)
+                for file, number, function in reversed(lines)
+                if not file.startswith(left_out)
+            ),
+            None,
+        )
+        for left_out in ((), NOT_SOURCE)
+    )
+    nowhere = UNKNOWN._replace(line=line, below=below)
     in_backward = meta.get("autograd_backward") or meta.get("partitioner_tag") == "is_backward"
     key = "fwd_nn_module_stack" if in_backward and "nn_module_stack" not in meta else "nn_module_stack"
     if in_backward and key not in meta:
-        return UNKNOWN._replace(line=line)
+        return nowhere
     stack = meta.get(key)
     if not stack:
-        return UNKNOWN._replace(source=(), line=line)
+        return nowhere._replace(source=())
     written = [(str(name), kind) for name, kind in stack.values()]
     name, kind = written[-1]
     source = parse(name)
     if source is None:  # of torch.export and torch.fx, which write the qualified name
-        return UNKNOWN._replace(path=tuple(filter(None, name.split("."))), line=line)
-    return Trace(source, parse(written[0][0]), (), getattr(kind, "__name__", str(kind).rpartition(".")[2]), line)
+        return nowhere._replace(path=tuple(filter(None, name.split("."))))
+    return Trace(source, parse(written[0][0]), (), getattr(kind, "__name__", str(kind).rpartition(".")[2]), line, below)
 
 
 def graph_of(frame: FrameType) -> tuple[Graph | None, bool]:
@@ -554,8 +573,9 @@ class Around(NamedTuple):
             trace: Its trace.
             parts: What a generated kernel computes, with the name of each module.
         """
-        code, instruction = self.caller if trace.line is None and trace.source is not None else (None, -1)
-        return GraphCallSite(aliases, code, instruction, trace.line, self, parts)
+        line = trace.source_line
+        code, instruction = self.caller if line is None and trace.source is not None else (None, -1)
+        return GraphCallSite(aliases, code, instruction, line, self, parts)
 
 
 class GraphCallSite(CallSite):
@@ -581,15 +601,15 @@ class GraphCallSite(CallSite):
     def source(self) -> str | None:
         """As of every call site; the lines of all parts of a generated kernel."""
         if self._parts and self._source is None:
-            lines = [part.trace.line for part, _ in self._parts if part.trace.line is not None]
-            self._source = written_lines(lines)
+            lines = [part.trace.source_line for part, _ in self._parts]
+            self._source = written_lines([line for line in lines if line is not None])
         return self._source if self._parts else super().source
 
     @property
     def parts(self) -> tuple[KernelPart, ...]:
         """As of every call site."""
         return tuple(
-            KernelPart(part.op, module, None if part.trace.line is None else written_lines([part.trace.line]))
+            KernelPart(part.op, module, None if (line := part.trace.source_line) is None else written_lines([line]))
             for part, module in self._parts
         )
 

@@ -133,7 +133,7 @@ class _Stack:
         programs = graph is None and (own is None or _is_graph(runs)) and not (_is_dynamos(root) or _is_dynamos(runs))
         if programs and module is not None and root is not None:  # a GraphModule that the program has made
             path = trace.path if runs is module and trace.source is None else ()  # not in a module that the graph calls
-            return CallSite(self._labels.below(root, module, path), None, -1, trace.line), False
+            return CallSite(self._labels.below(root, module, path), None, -1, trace.source_line), False
         around = None if own is None or outermost is None else (weakref.ref(own), weakref.ref(outermost))
         there = compiled_graphs.Around(graph, around, bases, caller or (None, -1))
         place = self._place(trace, computed, there, again=phase == "recompute")

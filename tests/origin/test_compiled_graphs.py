@@ -124,6 +124,21 @@ def test_calls_in_compiled_code_have_the_modules_and_lines_of_eager_code(backend
     assert inference.total() > 10
 
 
+@pytest.mark.usefixtures("quick_compiler")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_line_of_torch_stands_for_none_of_the_program(backend: str) -> None:
+    """`torch.set_default_device` calls each function from a mode, whose line graphs have then."""
+    model, x = Scaled(), torch.randn(2, 4)
+    with torch.device("cpu"):
+        compiled = torch.compile(model, backend=backend)
+        compiled(x).sum().backward()
+        found = places(lambda: compiled(x).sum().backward())
+    line = Scaled.forward.__code__.co_firstlineno + 1
+    sources = {source for _, _, source in found}
+    assert sources <= {None, f"test_compiled_graphs.py:{line} in forward"}
+    assert {source for phase, _, source in found if phase == "forward"} == sources - {None}
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_calls_of_another_model_begin_with_its_class(backend: str) -> None:
     torch._dynamo.reset()
