@@ -72,36 +72,22 @@ def command(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _decoder(alphabet: int, context: int) -> torch.nn.Module:
+def _decoder(alphabet: int, context: int, width: int = 96) -> torch.nn.Module:
     import torch
     from torch import nn
 
-    class DecoderBlock(nn.Module):
-        def __init__(self, width: int, heads: int) -> None:
-            super().__init__()
-            self.heads = heads
-            self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-            self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            # [b, s, 3 * width] -> three of [b, heads, s, width / heads]
-            q, k, v = self.qkv(self.norm_1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-            mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-            x = x + self.out(mixed.transpose(1, 2).flatten(2))
-            hidden: torch.Tensor = x + self.down(nn.functional.gelu(self.up(self.norm_2(x))))
-            return hidden
-
     class Decoder(nn.Module):
-        def __init__(self, width: int = 96, depth: int = 3, heads: int = 4) -> None:
+        def __init__(self) -> None:
             super().__init__()
             self.tokens, self.places = nn.Embedding(alphabet, width), nn.Embedding(context, width)
-            self.blocks = nn.Sequential(*(DecoderBlock(width, heads) for _ in range(depth)))
+            block = nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+            self.blocks = nn.TransformerEncoder(block, 3, enable_nested_tensor=False)
             self.head = nn.Linear(width, alphabet)
 
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            places = torch.arange(tokens.shape[1], device=tokens.device)
-            logits: torch.Tensor = self.head(self.blocks(self.tokens(tokens) + self.places(places)))
+            x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1]))
+            mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+            logits: torch.Tensor = self.head(self.blocks(x, mask, is_causal=True))
             return logits
 
     return Decoder()

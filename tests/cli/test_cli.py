@@ -31,7 +31,7 @@ def test_demo_shows_the_matmuls_of_a_training_run(capsys: pytest.CaptureFixture[
     assert err == ""
     lines = out.splitlines()
     assert re.fullmatch(r"A decoder of [\d,]+ parameters learns textwrap\.py \([\d,]+ characters\)\.", lines[0])
-    assert "The first matmuls, forward, and the first three backward:\n0 forward aten::addmm " in out
+    assert "The first matmuls, forward, and the first three backward:\n0 forward aten::mm " in out
     shown = [line.split(" ", 2)[1] for line in lines if re.match(r"\d+ (forward|backward) aten::", line)]
     assert shown == ["forward"] * 6 + ["backward"] * 3
     losses = [float(loss) for loss in re.findall(r"^step +\d+  loss (\d+\.\d+)$", out, re.MULTILINE)]
