@@ -44,7 +44,6 @@ from opintercept.runs.compare.totals import (
     DiffTotals,
     ProcessTotals,
     differ,
-    rows_of,
 )
 from opintercept.runs.program.names import first_models, module_name
 from opintercept.runs.store.codec import StoredCall
@@ -106,31 +105,29 @@ class ProcessPair:
         chosen = self._a.chosen(rows.numbers, rows.a["kind"])
         for times, side in zip(self._totals.elapsed, rows[3:], strict=True):
             times.append(side["elapsed"][chosen].sum())  # NaN if one is unknown
-        key, alike, by, unhashed, rule = self._of_kinds[:, kinds]
-        size = len(key)
-        self._found: Arrays = {"a": rows.numbers, "b": rows.others, "how": rows.how, "key": key, "by": by}
-        self._found["kind"] = np.where(by == BY.index("nothing"), NOT_COMPARED, EQUAL).astype(np.uint8)
-        self._found["differing"], self._found["changed"] = np.zeros((2, size), np.uint8)
-        self._found |= {"metadata": np.zeros(size, bool), "relative": np.full(size, -1.0)}
+        found = self._found = np.zeros(len(kinds), ROW)
+        found["a"], found["b"], found["how"], found["relative"] = rows.numbers, rows.others, rows.how, -1.0
+        found["key"], alike, found["by"], unhashed, rule = self._of_kinds[:, kinds]
+        found["kind"] = np.where(found["by"] == BY.index("nothing"), NOT_COMPARED, EQUAL)
         left = np.flatnonzero(~self._same(rows, alike > 0, unhashed > 0))
         if len(left):
             self._compare(rows, left, rule)
-        self._totals.add(self._found, chosen, self._modules[:, 2] == PHASES.index("backward"))
+        self._totals.add(found, chosen, self._modules[:, 2] == PHASES.index("backward"))
         if not total.judged:
-            self._differing.append(rows_of(self._found, np.flatnonzero(self._found["kind"] != EQUAL)))
+            self._differing.append(found[found["kind"] != EQUAL])
         if total.watch is not None:
-            shown = np.flatnonzero(chosen & differ(self._found["kind"]))
-            self._shown.append((rows.numbers[shown], self._found["relative"][shown]))
+            shown = found[chosen & differ(found["kind"])]
+            self._shown.append((shown["a"], shown["relative"]))
 
     def _learn(self, kind_a: Array, kind_b: Array) -> None:
         """Add pairs of kinds."""
-        a, b = self._a, self._b
-        keys, new = self._keys.of((a.key[kind_a] << 32) | b.key[kind_b])
-        modules = np.stack([a.module[kind_a[new]], b.module[kind_b[new]], a.phase[kind_a[new]]], axis=1)
+        a, b = self._a.kinds[kind_a], self._b.kinds[kind_b]
+        keys, new = self._keys.of((a["key"] << 32) | b["key"])
+        modules = np.stack([a["module"][new], b["module"][new], a["phase"][new]], axis=1)
         self._modules = np.vstack([self._modules, modules])
-        alike, by = a.fingerprint[kind_a] == b.fingerprint[kind_b], np.minimum(a.by[kind_a], b.by[kind_b])
-        rules = self._rules.numbers(a.signature[kind_a], b.signature[kind_b])
-        self._of_kinds = np.hstack([self._of_kinds, np.stack([keys, alike, by, a.unhashed[kind_a], rules])])
+        alike, by = a["fingerprint"] == b["fingerprint"], np.minimum(a["by"], b["by"])
+        rules = self._rules.numbers(a["signature"], b["signature"])
+        self._of_kinds = np.hstack([self._of_kinds, np.stack([keys, alike, by, a["unhashed"], rules])])
 
     def _compare(self, rows: PairWindow, places: Array, rule: Array) -> None:
         """Compare the pairs at some places of a window, by the numbers of their rules."""
@@ -260,7 +257,7 @@ class ProcessPair:
         assert isinstance(answer, Answer)
         a = self._a
         read = a.gather(differing["a"], ("index",))
-        at = (chunk["index"][a.product[chunk["kind"]]] for _, chunk in a.chunks(("index",)))
+        at = (chunk["index"][a.kinds["product"][chunk["kind"]]] for _, chunk in a.chunks(("index",)))
         begins = next((int(each[0]) for each in at if len(each)), 0)
         blamed = story(differing, read["index"], begins, answer)
         chosen = a.chosen(differing["a"], read["kind"])

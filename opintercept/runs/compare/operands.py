@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from opintercept._core.errors import OpInterceptError
 from opintercept._core.tensors import TensorMeta
 from opintercept._ops.scratch import FOR_PROGRAM, OVERWRITES, PADDED, SCRATCH, UNREAD, VIEWS, torchs_name
 from opintercept.runs.compare.difference import NOT_RECORDED, By
@@ -18,9 +17,6 @@ from opintercept.runs.compare.pairing import metas
 from opintercept.runs.program.names import operator_name
 from opintercept.runs.store.codec import StoredCall, is_output
 from opintercept.runs.store.run import Run
-
-if TYPE_CHECKING:
-    import torch
 
 _WITH_METADATA = ("lhs", "rhs", "bias")  # every run records shape and dtype of these
 # A run on another device, or in another dtype, has to differ in these arguments.
@@ -150,13 +146,18 @@ class Comparer:
         is_sample = names[0].endswith(".sample")
         if is_sample != names[1].endswith(".sample"):
             return None  # a sample is comparable with one of the same places only
+        from opintercept._values.errors import between
+
         try:
             x, y = self.a.tensor(a, role), self.b.tensor(b, role)
-        except OpInterceptError:
-            return None  # the file is lost, or does not hold what the call says
-        if x is None or y is None or x.numel() != y.numel() or not x.numel():
-            return None
-        return _errors("sample" if is_sample else "tensors", x, y)
+            if x is None or y is None or not 0 < x.numel() == y.numel() or x.is_complex() != y.is_complex():
+                return None
+            found = between(y, x)
+        except (RuntimeError, TypeError):
+            return None  # the file is lost, or does not hold what the call says; or a dtype cannot be widened
+        floating = all(each.is_floating_point() or each.is_complex() for each in (x, y))
+        by: By = "sample" if is_sample else "tensors"
+        return TensorErrors(by, found.absolute, found.relative, found.ulp if floating else None, found.cosine)
 
 
 def is_random(call: StoredCall) -> bool:
@@ -176,16 +177,3 @@ def _means_nothing(role: str, call: StoredCall) -> bool:
     name = role.partition("[")[0]
     op = call.record.op
     return name in SCRATCH or (name, op) in PADDED or (name == "self" and torchs_name(op) in OVERWRITES)
-
-
-def _errors(by: By, x: torch.Tensor, y: torch.Tensor) -> TensorErrors | None:
-    from opintercept._values.errors import between
-
-    if x.is_complex() != y.is_complex():
-        return None
-    try:
-        errors = between(y, x)
-    except (RuntimeError, TypeError):  # a dtype that cannot be widened
-        return None
-    floating = all(each.is_floating_point() or each.is_complex() for each in (x, y))
-    return TensorErrors(by, errors.absolute, errors.relative, errors.ulp if floating else None, errors.cosine)

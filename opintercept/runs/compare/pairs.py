@@ -6,8 +6,8 @@ about linear time, except for one that has a budget. Needs numpy. Must not impor
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from difflib import SequenceMatcher
 from itertools import zip_longest
 from typing import Any, NamedTuple, get_args
@@ -21,19 +21,33 @@ from opintercept.runs.store.columns import Array, Arrays, Columns
 from opintercept.runs.sums import KindNumbers, ordinals, starts_of
 
 _BUDGET = 5_000_000  # comparisons of equal elements that difflib may make for a pair of runs: about five seconds
-_SOME = 10_000  # changed calls that are looked at to find shuffled ones
 _MOST_CHANGED = 1 << 17  # changed calls that are held in memory to find shuffled ones
 _WAITING = 1 << 16  # calls that wait for a counterpart; when there are more, their keys do not pair in order
 PHASES = get_args(Phase)
 _HASHES = ("lhs_hash", "rhs_hash", "bias_hash")
 _ODD = np.uint64(0x9E3779B97F4A7C15)
+KIND = np.dtype(
+    [
+        ("key", "i8"),  # module, operator, phase and `grad_of`
+        ("loose", "i8"),  # module, phase and family
+        ("module", "i8"),
+        ("phase", "u1"),  # an index into `PHASES`
+        ("shape", "i8"),  # phase, family and the GEMM; without one the operands' shapes, or that of the output
+        ("rows", "i8"),  # in no module, the same without the number of rows; 0 in one, whose name is enough
+        ("signature", "i8"),
+        ("call_site", "i8"),
+        ("fingerprint", "i8"),  # everything that is compared except for values
+        ("by", "i8"),  # what there is of the outputs' values, as an index into `pairing.BY`
+        ("unhashed", "?"),  # whether some tensors have no hash
+        ("chosen", "?"),  # whether the caller selects it by what it is
+        ("product", "?"),
+    ]
+)
+"""What an index has for each kind: numbers that are equal for equal things."""
 
 
 class Index:
     """The calls of one process, in the order in which they ended.
-
-    A kind is a distinct (call site, signature) pair. `key`, `loose`, `module`, `phase`, `shape`, `rows`, `signature`,
-    `call_site`, `fingerprint`, `by` and `unhashed` have an entry for each kind that has been read.
 
     Args:
         columns: The calls.
@@ -43,13 +57,7 @@ class Index:
 
     Attributes:
         model: The class of the model whose modules have plain names, which they get (see `first_models`).
-        key: Module, operator, phase and `grad_of`.
-        loose: Module, phase and family.
-        shape: Phase, family and the GEMM; without one the operands' shapes, or that of the output.
-        rows: Of a call in no module, the same without the number of rows; 0 in a module, whose name is enough.
-        fingerprint: Everything that is compared except for values.
-        by: What there is of the outputs' values, as an index into `pairing.BY`.
-        unhashed: Whether some tensors have no hash.
+        kinds: The distinct (call site, signature) pairs that have been read.
         names: The names of the modules.
         is_inference: Whether the process trains nothing: no backward pass, no left operand that requires a gradient.
     """
@@ -63,30 +71,20 @@ class Index:
             lhs is not None and lhs.requires_grad for lhs in operands
         )
         self._ids = ids
-        self._kinds = KindNumbers(columns)
+        self._numbers = KindNumbers(columns)
         self._of_signatures: dict[int, tuple[int, int, bool]] = {}  # fingerprint, by, unhashed
         by_name = select is not None and getattr(select, "by_name", False)
         self._select = select if by_name else None
         self._chosen: Array | None = None
         if select is not None and not by_name:
             self._chosen = np.fromiter((select(call.record) for call in columns.calls()), bool, len(columns))
-        self._fixed = np.empty((13, 0), np.int64)
-        self._learn([])
+        self.kinds = np.zeros(0, KIND)
 
     def __len__(self) -> int:
         return len(self.columns)
 
-    def _learn(self, kinds: Iterable[tuple[int, int]]) -> None:
-        """Add kinds, by their call sites and signatures."""
-        found = np.array([self._numbers_of(*kind) for kind in kinds], np.int64).reshape(-1, 13).T
-        self._fixed = np.hstack([self._fixed, found])
-        self.key, self.loose, self.module, phase, self.shape, self.rows, self.signature = self._fixed[:7]
-        self.call_site, self.fingerprint, self.by, unhashed, chosen, product = self._fixed[7:]
-        self.product = product.astype(bool)
-        self.phase, self.unhashed, self._chosen_kinds = phase.astype(np.uint8), unhashed > 0, chosen > 0
-
-    def _numbers_of(self, call_site_number: int, signature_number: int) -> tuple[int, ...]:
-        """Number the properties of a kind."""
+    def _kind(self, call_site_number: int, signature_number: int) -> tuple[int, ...]:
+        """The numbers of a kind, as `KIND` has them."""
         call_site, signature = self.columns.call_site(call_site_number), self.columns.signature(signature_number)
         record, phase, ids = signature.record, call_site.phase, self._ids
         lhs, rhs = record.lhs, record.rhs
@@ -101,28 +99,25 @@ class Index:
         if signature_number not in self._of_signatures:
             unhashed = not all(hashed for _, hashed in signature.roles.values())
             self._of_signatures[signature_number] = *fingerprint(signature.template), unhashed
-        key = ids("key", module, operator_name(record.op), phase, call_site.grad_of)
-        names = key, ids("loose", module, phase, kin), ids("module", module), PHASES.index(phase)
-        shape = ids("shape", phase, kin, operands)
-        rows = ids("rows", phase, kin, *_without_rows(operands)) if module in ("", None) else 0
-        chosen = self._select is None or self._select(signature.record_at(call_site))
-        of_signature = self._of_signatures[signature_number]
         return (
-            *names,
-            shape,
-            rows,
+            ids("key", module, operator_name(record.op), phase, call_site.grad_of),
+            ids("loose", module, phase, kin),
+            ids("module", module),
+            PHASES.index(phase),
+            ids("shape", phase, kin, operands),
+            ids("rows", phase, kin, *_without_rows(operands)) if module in ("", None) else 0,
             signature_number,
             call_site_number,
-            *of_signature,
-            chosen,
-            int(record.gemm is not None),
+            *self._of_signatures[signature_number],
+            self._select is None or self._select(signature.record_at(call_site)),
+            record.gemm is not None,
         )
 
     def _with_kinds(self, chunk: Arrays) -> Arrays:
-        chunk["kind"], new = self._kinds.of(chunk)
+        chunk["kind"], new = self._numbers.of(chunk)
         del chunk["site"], chunk["look"]
         if new:
-            self._learn(new)
+            self.kinds = np.append(self.kinds, np.array([self._kind(*each) for each in new], KIND))
         return chunk
 
     def chunks(self, names: Sequence[str]) -> Iterator[tuple[int, Arrays]]:
@@ -136,23 +131,21 @@ class Index:
 
     def chosen(self, numbers: Array, kinds: Array) -> Array:
         """Return which of these calls the caller selects."""
-        return np.asarray(self._chosen_kinds[kinds] if self._chosen is None else self._chosen[numbers])
+        return np.asarray(self.kinds["chosen"][kinds] if self._chosen is None else self._chosen[numbers])
 
     def inputs(self, chunk: Arrays) -> Array:
         """Shapes and hashes of the first operands; 0 if no hash is recorded."""
-        return mixed(self.shape[chunk["kind"]].astype(np.uint64), *(chunk[name] for name in _HASHES))
+        return mixed(self.kinds["shape"][chunk["kind"]], *(chunk[name] for name in _HASHES))
 
 
 def mixed(first: Array, *hashes: Array) -> Array:
     """A number for each row of hashes, 0 if all of them are."""
-    found = first.astype(np.uint64)
-    known = np.zeros(len(first), bool)
+    found, known = first.astype(np.uint64) * _ODD, np.zeros(len(first), bool)
     for digits in hashes:
-        found = (found ^ digits) * np.uint64(0x9E3779B97F4A7C15)
+        found = (found ^ digits) * _ODD
         found ^= found >> np.uint64(29)
         known |= digits != 0
-    found |= np.uint64(1)
-    return np.where(known, found, np.uint64(0)).view(np.int64)
+    return np.where(known, found | np.uint64(1), np.uint64(0)).view(np.int64)
 
 
 def _without_rows(shape: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -224,21 +217,21 @@ class _ApartCalls:
         self._index = index
         parts: list[tuple[Array, ...]] = [(np.empty(0, np.int32), *np.empty((3, 0), np.int64))]
         for start, chunk in index.chunks(("step", *_HASHES)) if len(keys) else ():
-            at = np.flatnonzero(np.isin(index.key, keys)[chunk["kind"]])
+            at = np.flatnonzero(np.isin(index.kinds["key"], keys)[chunk["kind"]])
             kinds = chunk["kind"].astype(np.int32)[at]
             parts.append(((at + start).astype(np.int32), kinds, index.inputs(chunk)[at], chunk["step"][at]))
         self.numbers, self.kind, self.inputs, self.steps = map(np.concatenate, zip(*parts, strict=True))
 
     def of_kinds(self, name: str, places: Any) -> Array:
         """What an index has for each kind, of some calls."""
-        return np.asarray(getattr(self._index, name)[self.kind[places]])
+        return np.asarray(self._index.kinds[name][self.kind[places]])
 
     def _read(self, places: Array, names: Sequence[str]) -> Arrays:
         return self._index.columns.gather(self.numbers[places].astype(np.int64), names)
 
     def signs(self, name: str, places: Array) -> Array:
         """Numbers by which calls are told apart, with their shapes; 0 for one that has none."""
-        shapes = self.of_kinds("shape", places).astype(np.uint64)
+        shapes = self.of_kinds("shape", places)
         if name == "inputs":
             return self.inputs[places]
         if name == "early":  # before the first product, as where weights are made
@@ -257,8 +250,8 @@ class _ApartCalls:
     @property
     def products(self) -> Array:
         """Which of them are products of a forward pass."""
-        index = self._index
-        return np.asarray((index.product & (index.phase == PHASES.index("forward")))[self.kind])
+        kinds = self._index.kinds
+        return np.asarray((kinds["product"] & (kinds["phase"] == PHASES.index("forward")))[self.kind])
 
     def batches(self) -> tuple[Array, Array]:
         """The hashes of what products multiply with weights, of which each occurs once, and their steps."""
@@ -295,15 +288,8 @@ class Pairs:
         keys, self._changed = self._changed.apart(), None
         self._tabulate(keys)
         if self._resumed:  # no call pairs in order
-            self._tabulate(np.unique(np.append(self._a.key, self._b.key)))
+            self._tabulate(np.unique(np.append(self._a.kinds["key"], self._b.kinds["key"])))
         return not len(keys)
-
-    def of_a(self) -> dict[int, int]:
-        """The counterparts of the calls of A, by their numbers."""
-        while True:
-            found = {i: j for each in self.windows() for i, j in zip(each[0].tolist(), each[1].tolist(), strict=True)}
-            if self.settled():
-                return found
 
     def windows(self, names: Sequence[str] = ()) -> Iterator[PairWindow]:
         """The pairs some at a time, with columns of both calls; those of each key in their order."""
@@ -318,8 +304,7 @@ class Pairs:
                 window = PairWindow(new[0][0], new[1][0], np.zeros(new[0].shape[1], np.uint8), chunk_a, chunk_b)
             else:
                 both = [np.hstack(each) for each in zip(waiting, new, strict=True)]
-                codes, others = (keys << 32 | ordinals(keys) for _, keys in both)
-                _, *at = np.intersect1d(codes, others, assume_unique=True, return_indices=True)
+                at = _by_turns(*(keys for _, keys in both))
                 numbers, others = (each[0, places] for each, places in zip(both, at, strict=True))
                 waiting = [np.delete(each, places, 1) for each, places in zip(both, at, strict=True)]
                 how = np.zeros(len(numbers), np.uint8)
@@ -349,22 +334,21 @@ class Pairs:
 
     def _in_order(self, index: Index, start: int, chunk: Arrays) -> Array:
         """The numbers and keys of those calls of a chunk that may pair by key and ordinal."""
-        keys = index.key[chunk["kind"]]
+        keys = index.kinds["key"][chunk["kind"]]
         found = np.stack([np.arange(start, start + len(keys)), keys])
-        return found[:, ~np.isin(index.key, self._apart)[chunk["kind"]]] if len(self._apart) else found
+        return found[:, ~np.isin(keys, self._apart)] if len(self._apart) else found
 
     def _judge(self, window: PairWindow) -> None:
         """Note the keys that do not pair in order."""
         if self._changed is None:
             return
         a, b = self._a, self._b
-        kinds = window.a["kind"]
-        uneven = a.shape[kinds] != b.shape[window.b["kind"]]
-        self._changed.keys.update(a.key[kinds[uneven]].tolist())
+        keys, shapes = (a.kinds[name][window.a["kind"]] for name in ("key", "shape"))
+        self._changed.keys.update(keys[shapes != b.kinds["shape"][window.b["kind"]]].tolist())
         rows = np.flatnonzero(np.any([window.a[name] != window.b[name] for name in _HASHES], axis=0))
         own, others = ({name: each[name][rows] for name in ("kind", *_HASHES)} for each in window[3:])
         if len(rows):
-            self._changed.add(a.key[own["kind"]], a.inputs(own), b.inputs(others))
+            self._changed.add(keys[rows], a.inputs(own), b.inputs(others))
 
     def _tabulate(self, keys: Array = np.empty(0, np.int64)) -> None:  # noqa: B008
         """Pair the calls of some keys by tables: calls with the same operands, then in the order of steps and shapes.
@@ -375,7 +359,6 @@ class Pairs:
         a, b = self._in_a, self._in_b = _ApartCalls(self._a, keys), _ApartCalls(self._b, keys)
         self._of_a, self._alone_b = np.full(len(a.numbers), -1, np.int32), np.ones(len(b.numbers), bool)
         self._how = np.zeros(len(a.numbers), np.uint8)
-        self._modules = set(self._a.module.tolist()), set(self._b.module.tolist())
         later = _begun_later(a, b)
         self._resumed = later != 0
         b.steps = b.steps + later
@@ -390,11 +373,10 @@ class Pairs:
         renamed = PAIRINGS[how] == "shape"
         same_length = how == 0 and not self._resumed and len(in_a) == len(in_b)
         if same_length and np.array_equal(a.of_kinds("shape", in_a), b.of_kinds("shape", in_b)):
-            # Some changed calls are enough to see whether calls are shuffled.
-            changed = np.flatnonzero(a.inputs[in_a] != b.inputs[in_b])[:_SOME]
-            own, others = a.inputs[in_a[changed]].tolist(), b.inputs[in_b[changed]].tolist()
-            if {*own}.isdisjoint({*others} - {0}):
-                self._of_a[in_a], self._alone_b[in_b], self._how[in_a] = in_b, False, how
+            changed = a.inputs[in_a] != b.inputs[in_b]
+            own, others = a.inputs[in_a[changed]], b.inputs[in_b[changed]]
+            if not np.isin(own, others[others != 0]).any():  # else calls are shuffled
+                self._join(in_a, in_b, how)
                 return
         left = in_a, in_b
         # Calls with the same operands are the same wherever they stand; with the same weight, the module is the same.
@@ -402,53 +384,42 @@ class Pairs:
         if self._resumed:
             passes = (*(each for each in passes if "steps" in each[0]), *_EARLY)
         for names, aligned in passes:
-            signs = _signs(a, left[0], names), _signs(b, left[1], names)
             find = self._in_stretches if aligned else _by_turns
-            self._join(find(left[0].tolist(), left[1].tolist(), *signs), how or 1)
+            at = find(_signs(a, left[0], names), _signs(b, left[1], names))
+            self._join(left[0][at[0]], left[1][at[1]], how or 1)
             left = in_a[self._of_a[in_a] < 0], in_b[self._alone_b[in_b]]
             if not (len(left[0]) and len(left[1])):
                 return
         if not renamed and not self._resumed and len(left[0]) == len(left[1]):
             like = a.of_kinds("rows", left[0]) == b.of_kinds("rows", left[1])
-            self._join(zip(left[0][like].tolist(), left[1][like].tolist(), strict=True), how or 1)
+            self._join(left[0][like], left[1][like], how or 1)
 
-    def _join(self, pairs: Iterable[tuple[int, int]], how: int) -> None:
-        for i, j in pairs:
-            if PAIRINGS[how] != "shape" or self._may_be_renamed(i, j):
-                self._of_a[i], self._alone_b[j], self._how[i] = j, False, how
+    def _join(self, in_a: Array, in_b: Array, how: int) -> None:
+        if PAIRINGS[how] == "shape":  # two modules may be one under two names, unless both runs have either
+            one, other = self._in_a.of_kinds("module", in_a), self._in_b.of_kinds("module", in_b)
+            may = (one == other) | ~np.isin(one, self._b.kinds["module"]) | ~np.isin(other, self._a.kinds["module"])
+            in_a, in_b = in_a[may], in_b[may]
+        self._of_a[in_a], self._alone_b[in_b], self._how[in_a] = in_b, False, how
 
-    def _may_be_renamed(self, i: int, j: int) -> bool:
-        """Return whether two modules may be one under two names: a module that both runs have is not."""
-        in_a, in_b = self._in_a.of_kinds("module", i), self._in_b.of_kinds("module", j)
-        return bool(in_a == in_b or int(in_a) not in self._modules[1] or int(in_b) not in self._modules[0])
-
-    def _in_stretches(
-        self, in_a: list[int], in_b: list[int], signs_a: Sequence[Hashable], signs_b: Sequence[Hashable]
-    ) -> Iterator[tuple[int, int]]:
-        """Pairs in the longest stretches of equal signs; by turns if finding these would take too long."""
-        start, end_a, end_b = 0, len(in_a), len(in_b)
-        while start < min(end_a, end_b) and signs_a[start] == signs_b[start]:
-            yield in_a[start], in_b[start]
-            start += 1
-        while min(end_a, end_b) > start and signs_a[end_a - 1] == signs_b[end_b - 1]:
-            end_a, end_b = end_a - 1, end_b - 1
-            yield in_a[end_a], in_b[end_b]
-        in_a, in_b = in_a[start:end_a], in_b[start:end_b]
-        middle_a, middle_b = signs_a[start:end_a], signs_b[start:end_b]
-        counts: dict[Hashable, int] = defaultdict(int)
-        for sign in middle_b:
-            counts[sign] += 1
-        alike = sum(counts.get(sign, 0) for sign in middle_a)
-        if not alike:
-            return
+    def _in_stretches(self, signs_a: Array, signs_b: Array) -> list[Array]:
+        """The places of the longest stretches of equal signs; by turns if finding these would take too long."""
+        start = _alike(signs_a, signs_b)
+        end = _alike(signs_a[start:][::-1], signs_b[start:][::-1])
+        middle = [signs[start : len(signs) - end] for signs in (signs_a, signs_b)]
+        in_a, in_b = (each.tolist() for each in middle)
+        counts = Counter(in_b)
         # difflib looks at each pair of equal elements at each level of its recursion, which can be 20 deep.
-        work = 20 * alike + len(middle_a) + len(middle_b)
+        alike = sum(counts[sign] for sign in in_a)
+        work = 20 * alike + len(in_a) + len(in_b) if alike else 0
         if work > self._budget:
-            yield from _by_turns(in_a, in_b, middle_a, middle_b)
-            return
-        self._budget -= work
-        for first_a, first_b, size in SequenceMatcher(None, middle_a, middle_b, autojunk=False).get_matching_blocks():
-            yield from zip(in_a[first_a : first_a + size], in_b[first_b : first_b + size], strict=True)
+            found = _by_turns(*middle)
+        else:
+            self._budget -= work
+            blocks = SequenceMatcher(None, in_a, in_b, autojunk=False).get_matching_blocks() if alike else ()
+            spans = [np.add.outer(each[:2], np.arange(each[2])) for each in blocks]
+            found = [*np.hstack([np.empty((2, 0), np.int64), *spans])]
+        sides = zip(found, (signs_a, signs_b), strict=True)
+        return [np.r_[:start, start + at, len(signs) - end : len(signs)] for at, signs in sides]
 
 
 # The numbers by which calls are told apart, the surest first, and whether calls are aligned in their order.
@@ -460,12 +431,10 @@ _OTHERS: _Signs = (*_NAMED[:2], (("weights", "steps"), False), (("sizes", "steps
 _RENAMED: _Signs = ((("weights", "steps"), False), (("weights",), False), (("sizes", "steps"), False), *_BY_ORDER[1:])
 
 
-def _signs(table: _ApartCalls, places: Array, names: Sequence[str]) -> list[Hashable]:
-    """What tells calls apart; 0 where the first of it is not known."""
+def _signs(table: _ApartCalls, places: Array, names: Sequence[str]) -> Array:
+    """Numbers that tell calls apart; 0 where the first of what they are made of is not known."""
     first, *more = (table.steps[places] if name == "steps" else table.signs(name, places) for name in names)
-    if not more:
-        return first.tolist()  # type: ignore[no-any-return]
-    return [each if each[0] else 0 for each in zip(first.tolist(), *(column.tolist() for column in more), strict=True)]
+    return mixed(*more, first.astype(np.uint64)) if more else first
 
 
 def _begun_later(a: _ApartCalls, b: _ApartCalls) -> int:
@@ -486,14 +455,18 @@ def _groups(table: _ApartCalls, name: str, alone: Array) -> dict[int, Array]:
     return {int(groups[order[start]]): made[n] for n, start in sorted(enumerate(starts), key=lambda e: order[e[1]])}
 
 
-def _by_turns(
-    in_a: list[int], in_b: list[int], signs_a: Sequence[Hashable], signs_b: Sequence[Hashable]
-) -> Iterator[tuple[int, int]]:
-    """The first call with a sign in A and the first in B, then the second and the second; 0 is not a sign."""
-    places: dict[Hashable, list[int]] = defaultdict(list)
-    for j, sign in zip(reversed(in_b), reversed(signs_b), strict=True):
-        if sign:
-            places[sign].append(j)
-    for i, sign in zip(in_a, signs_a, strict=True):
-        if places.get(sign):
-            yield i, places[sign].pop()
+def _by_turns(signs_a: Array, signs_b: Array) -> list[Array]:
+    """The places of the first call with a sign in A and in B, then those of the second in both; 0 is not a sign."""
+    places, turns = list[Array](), list[Array]()
+    for signs in (signs_a, signs_b):
+        places.append(np.flatnonzero(signs))
+        own = signs[places[-1]]
+        turns.append(mixed(ordinals(own), own.astype(np.uint64)))
+    _, *found = np.intersect1d(turns[0], turns[1], assume_unique=True, return_indices=True)
+    return [each[at] for each, at in zip(places, found, strict=True)]
+
+
+def _alike(a: Array, b: Array) -> int:
+    """How many elements are the same until two differ."""
+    size = min(len(a), len(b))
+    return int(np.argmin(np.append(a[:size] == b[:size], False)))

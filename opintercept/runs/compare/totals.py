@@ -16,7 +16,7 @@ from opintercept.runs.compare.difference import KINDS, Absent, CallDifference, K
 from opintercept.runs.compare.pairing import BY, PAIRINGS, Pairing
 from opintercept.runs.compare.pairs import Index
 from opintercept.runs.compare.result import Difference
-from opintercept.runs.store.columns import CHUNK, Array, Arrays
+from opintercept.runs.store.columns import CHUNK, Array
 from opintercept.runs.store.run import Run
 from opintercept.runs.why.answer import Answer
 
@@ -28,10 +28,11 @@ _Place = tuple[int, int, int]  # `StoredCall.place`
 EQUAL, ADDED, ARGUMENT, OPERAND, INHERITED, ROUNDING, UNCLEAR, NOT_COMPARED = range(len(KINDS))
 NEVER = 1 << 62  # the number of no call
 # A pair: its calls, the relative error of the output, -1 if unknown, a number for the keys of both, its kind, which
-# operands differ, those that no call before can explain, and how it is paired.
+# operands differ, those that no call before can explain, how it is paired, by what it is equal, and whether a shape or
+# dtype differs.
 ROW = np.dtype(
     [("a", "i8"), ("b", "i8"), ("relative", "f8"), ("key", "i4")]
-    + [(name, "u1") for name in ("kind", "differing", "changed", "how")]
+    + [(name, "u1") for name in ("kind", "differing", "changed", "how", "by", "metadata")]
 )
 # Of the pairs of one key: the first; of those that are selected, the largest error and the first that differs.
 _KEY = np.dtype([("begins", "i8"), ("relative", "f8"), ("first", ROW)])
@@ -65,8 +66,8 @@ class ProcessTotals:
         self.uncompared = self.first["a"][0] = NEVER
         self._limit = worst_limit
 
-    def add(self, found: Arrays, chosen: Array, backward: Array) -> None:
-        """Add pairs in the order of the calls, in columns; `backward` says which keys are of a backward pass."""
+    def add(self, found: Array, chosen: Array, backward: Array) -> None:
+        """Add pairs in the order of the calls; `backward` says which keys are of a backward pass."""
         if more := len(backward) - len(self.keys):
             new = np.zeros(more, _KEY)
             new["relative"], new["begins"], new["first"]["a"] = -1.0, NEVER, NEVER
@@ -75,27 +76,26 @@ class ProcessTotals:
         differs = differ(kind)
         early = np.flatnonzero(number < self.keys["begins"][key])[::-1]
         self.keys["begins"][key[early]] = number[early]
-        firsts = rows_of(found, np.flatnonzero(differs)[:1])
+        firsts = found[np.flatnonzero(differs)[:1]]
         self.first = min(self.first, firsts, key=lambda rows: rows["a"][0]) if len(firsts) else self.first
         blank = number[(kind == NOT_COMPARED) & backward[key]]
         self.uncompared = min([self.uncompared, *blank[:1].tolist()])
         if not chosen.all():
-            found = {name: column[chosen] for name, column in found.items()}
-            key, kind, differs = found["key"], found["kind"], differs[chosen]
+            found, differs = found[chosen], differs[chosen]
+            key, kind = found["key"], found["kind"]
         self.metadata += int(found["metadata"].sum())
         self.by += np.bincount(found["by"][~differs], minlength=len(BY))
         self.how += np.bincount(found["how"], minlength=len(PAIRINGS))
         self.counts += np.bincount(key * len(KINDS) + kind, minlength=self.counts.size).reshape(self.counts.shape)
         known = np.flatnonzero(found["relative"] >= 0)
         np.maximum.at(self.keys["relative"], key[known], found["relative"][known])
-        at = np.flatnonzero(differs)
-        self._add_firsts(rows_of(found, at[found["a"][at] < self.keys["first"]["a"][key[at]]]))
+        apart = found[differs]
+        self._add_firsts(apart[apart["a"] < self.keys["first"]["a"][apart["key"]]])
         least = self.worst["relative"].min() if len(self.worst) == self._limit else -np.inf
-        rows = np.flatnonzero(differs & (found["relative"] >= least))
-        if len(rows) > self._limit:
-            relative = found["relative"][rows]
-            rows = rows[relative >= np.partition(relative, -self._limit)[-self._limit]]
-        worst = np.append(self.worst, rows_of(found, rows))
+        apart = apart[apart["relative"] >= least]
+        if len(apart) > self._limit:
+            apart = apart[apart["relative"] >= np.partition(apart["relative"], -self._limit)[-self._limit]]
+        worst = np.append(self.worst, apart)
         self.worst = worst[np.lexsort((worst["a"], -worst["relative"]))][: self._limit]
 
     def _add_firsts(self, rows: Array) -> None:
@@ -118,14 +118,6 @@ class ProcessTotals:
         self.keys["first"]["a"] = NEVER
         self._add_firsts(rows[chosen & (rows["kind"] != NOT_COMPARED)])
         self.worst = rows[np.searchsorted(rows["a"], self.worst["a"])]
-
-
-def rows_of(found: Arrays, which: Array) -> Array:
-    """Some of the pairs in columns, as rows."""
-    made = np.zeros(len(which), ROW)
-    for name in ROW.names or ():
-        made[name] = found[name][which]
-    return made
 
 
 class DiffTotals:
@@ -158,7 +150,7 @@ class DiffTotals:
             chosen = index.chosen(some, kinds)
             self.unmatched_calls[side == "b"] += int(chosen.sum())
             some = some[chosen]
-            each = np.unique(index.key[kinds[chosen]], return_index=True, return_counts=True)
+            each = np.unique(index.kinds["key"][kinds[chosen]], return_index=True, return_counts=True)
             for key, at, count in zip(*(column.tolist() for column in each), strict=True):
                 found.setdefault(key, [int(some[at]), 0])[1] += count
         rows = sorted(found.values())[: max(self.limit - len(self._unmatched), 0)]

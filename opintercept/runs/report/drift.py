@@ -38,10 +38,10 @@ class Drift:
 
     def add(self, index: Index, numbers: Array, relative: Array) -> None:
         """Add calls of run A that differ, with the relative errors of their outputs, negative if unknown."""
-        sites = (index.columns.call_site(call_site).module for call_site in index.call_site.tolist())
+        sites = (index.columns.call_site(call_site).module for call_site in index.kinds["call_site"].tolist())
         rows = np.array([self._heat.modules.get(module, -1) for module in sites], np.int64)
-        of_kinds = rows * len(PHASES) + index.phase
-        rounds = [_rounds(index.columns.signature(each).record) for each in index.signature.tolist()]
+        of_kinds = rows * len(PHASES) + index.kinds["phase"]
+        rounds = [_rounds(index.columns.signature(each).record) for each in index.kinds["signature"].tolist()]
         np.maximum.at(self._rounds, of_kinds[rows >= 0], np.array(rounds)[rows >= 0])
         for start in range(0, len(numbers), TOGETHER):
             read = index.gather(numbers[start : start + TOGETHER], ("step",))
