@@ -97,35 +97,27 @@ class _Comparison:
         """Add a finding at a place, at a time and a place in its step, in a call of a process."""
         name = _name(what, key, parts)
         order = *when, _WHATS.index(what)  # at one place, what decides the others comes first
-        earlier, found, before = self._found.get(name, (order, None, 0))
-        if found is None or order < earlier:
-            windows = self._windows
-            of = {
-                "weight": windows.operands,
-                "operand": windows.operands,
-                "calls": windows.calls,
-                "order": windows.calls,
-            }
-            place = of.get(what, windows.outputs).places[key]
-            earlier, found = (
-                order,
-                RankFinding(
-                    what=what,
-                    parts=self._ranks(parts),
-                    step=when[0] & _EDGE,
-                    rank=windows.ranks[call[0]],
-                    index=call[1],
-                    module=module_name(place.call_site.module),
-                    op=place.record.op,
-                    phase=place.call_site.phase,
-                    source=place.call_site.source,
-                    operand=place.operand,
-                    numbers=numbers,
-                    statistic=statistic,
-                    times=0,
-                ),
+        first, found, before = self._found.get(name, (order, None, 0))
+        if found is None or order < first:
+            windows, first = self._windows, order
+            numbered = windows.operands if what in ("weight", "operand") else windows.outputs
+            place = (windows.calls if what in ("calls", "order") else numbered).places[key]
+            found = RankFinding(
+                what=what,
+                parts=self._ranks(parts),
+                step=when[0] & _EDGE,
+                rank=windows.ranks[call[0]],
+                index=call[1],
+                module=module_name(place.call_site.module),
+                op=place.record.op,
+                phase=place.call_site.phase,
+                source=place.call_site.source,
+                operand=place.operand,
+                numbers=numbers,
+                statistic=statistic,
+                times=0,
             )
-        self._found[name] = earlier, found, before + times
+        self._found[name] = first, found, before + times
 
     def _rows(self, window: Window, keys: list[Array]) -> MatchedCalls:
         """Match the calls of all processes by place, step and number; a key of -1 leaves a call out."""

@@ -14,7 +14,7 @@ import numpy as np
 from opintercept._core.record import CallRecord
 from opintercept.runs.compare.pairing import metas
 from opintercept.runs.program.names import module_name, operator_name
-from opintercept.runs.store.columns import Array, Arrays, CallSignature, Columns, StoredCallSite, dtype_of
+from opintercept.runs.store.columns import Array, Arrays, CallSignature, Columns, StoredCallSite
 from opintercept.runs.store.run import Run
 from opintercept.runs.sums import KindNumbers
 
@@ -109,12 +109,8 @@ class WindowReader:
         self._run = run
         self._kinds = [KindNumbers(self.columns(rank)) for rank in self.ranks]
         self._places: list[list[list[int]]] = [[] for _ in self.ranks]  # of each kind, in the order of `_PLACES`
-        self._times: list[Array] = []  # of each process, each once
-        self._starts: list[Array] = []  # the number of the first call at each time, and how many calls there are
-        for rank in self.ranks:
-            times, starts = _times_of(self.columns(rank))
-            self._times.append(times)
-            self._starts.append(starts)
+        # Of each process the times, each once; and the number of the first call at each, and how many calls there are.
+        self._times, self._starts = zip(*(_times_of(self.columns(rank)) for rank in self.ranks), strict=True)
         self.size = sum(int(starts[-1]) for starts in self._starts)
         self.last = np.array([times[-1] if len(times) else -1 for times in self._times], np.int64)
         every = np.concatenate(self._times) & ((1 << BLOCK) - 1)
@@ -140,17 +136,12 @@ class WindowReader:
         first, end = int(self._starts[process][low]), int(self._starts[process][high])
         numbers = np.arange(first, end)
         which = np.searchsorted(self._starts[process], numbers, "right") - 1
-        time = self._times[process][which] if first < end else np.empty(0, np.int64)
-        place = numbers - self._starts[process][which]
-        if first == end:
-            none = np.empty(0, np.int64)
-            read = {name: np.empty(0, dtype_of(name)) for name in _COLUMNS}
-            return ProcessCalls(dict.fromkeys(_PLACES, none), time, none, read)
+        time, place = self._times[process][which], numbers - self._starts[process][which]
         columns = self.columns(self.ranks[process])
         read = columns.read(_COLUMNS, first, end)
         kinds, new = self._kinds[process].of(read)
         self._places[process] += [self._add(columns.call_site(site), columns.signature(look)) for site, look in new]
-        places = np.array(self._places[process], np.int32)[kinds]
+        places = np.array(self._places[process], np.int32).reshape(-1, len(_PLACES))[kinds]
         return ProcessCalls(dict(zip(_PLACES, places.T, strict=True)), time, place, read)
 
     def _add(self, call_site: StoredCallSite, signature: CallSignature) -> list[int]:
