@@ -16,7 +16,7 @@ from opintercept._ranks.expectations import CONSTANT, MOST_KEYS, WEIGHT, Expecta
 from opintercept._values.splitmix import splitmix64
 from opintercept.runs.ranks.windows import Window
 from opintercept.runs.store.columns import Array
-from opintercept.runs.sums import starts_of
+from opintercept.runs.sums import ordinals, starts_of
 
 FACTOR, SPREAD, STREAK, HUGE = 2.0, 16.0, 5, 1000.0
 """An output is far off if it is more than `FACTOR` times larger or smaller than the median of the ranks, and `SPREAD`
@@ -148,23 +148,16 @@ class Counts:
     def uneven(self, window: Window, keys: list[Array], end: Array) -> Iterator[tuple[int, int, dict[int, int]]]:
         """Places and times, with the numbers of calls of the processes that ever make such calls."""
         most = 1 + max(int(key.max(initial=-1)) for key in keys)
-        members = np.zeros((max(most, len(self._members)), self._size), bool)
-        members[: len(self._members)] = self._members
-        self._members = members
+        self._members = np.pad(self._members, ((0, max(most - len(self._members), 0)), (0, 0)))
         times = np.unique(np.concatenate([part.time for part in window]))
-        codes, counts = [], []
-        for part, key in zip(window, keys, strict=True):
-            code, count = np.unique(key * len(times) + np.searchsorted(times, part.time), return_counts=True)
-            codes.append(code)
-            counts.append(count)
-        processes = np.repeat(np.arange(self._size), [len(code) for code in codes])
-        code = np.concatenate(codes)
-        rows, row = np.unique(code, return_inverse=True)
-        of_rows = np.concatenate(counts)
-        order = np.argsort(row, kind="stable")
-        starts = np.searchsorted(row[order], np.arange(len(rows) + 1))
-        for which, table in _tables(starts, processes[order], of_rows[order], self._size):
-            yield from self._in_table(rows[which] // len(times), times[rows[which] % len(times)], table, end)
+        rows = [key * len(times) + np.searchsorted(times, part.time) for part, key in zip(window, keys, strict=True)]
+        codes = np.concatenate([row * self._size + process for process, row in enumerate(rows)])
+        found, counts = np.unique(codes, return_counts=True)
+        row, processes = np.divmod(found, self._size)
+        firsts = starts_of(row)
+        for which, table in _tables(np.r_[firsts, len(row)], processes, counts, self._size):
+            key, at = np.divmod(row[firsts[which]], len(times))
+            yield from self._in_table(key, times[at], table, end)
 
     def _in_table(self, key: Array, time: Array, table: Array, end: Array) -> Iterator[tuple[int, int, dict[int, int]]]:
         numbers = np.arange(len(key))[:, None]
@@ -187,25 +180,22 @@ class Counts:
 
     def orders(self, window: Window, keys: list[Array], end: Array, uneven: set[int]) -> tuple[MatchedCalls, Array]:
         """A row for each step and set of processes, with a number for the order of the calls that all of them make."""
-        rows: list[tuple[int, int, int, int]] = []  # set, time, process, number
+        parts = []
         for process, (part, key) in enumerate(zip(window, keys, strict=True)):
             sets = self.sets(key)
+            signs = splitmix64(key ^ splitmix64(ordinals(sets, part.time) + 1))
             calls = np.argsort(sets, kind="stable")
             sets, times = sets[calls], part.time[calls]
             firsts = starts_of(sets, times)
-            place = np.arange(len(calls)) - np.repeat(firsts, np.diff(np.r_[firsts, len(calls)]))
-            signs = splitmix64(key[calls] ^ splitmix64(place.astype(np.int64) + 1))
-            sums = np.add.reduceat(signs, firsts).tolist() if len(firsts) else []
-            for first, number in zip(firsts.tolist(), sums, strict=True):
-                time = int(times[first])
-                if time < end[process] and time not in uneven:
-                    rows.append((int(sets[first]), time, process, number % 2**64))
-        table = np.array([row[:3] for row in sorted(rows)], np.int64).reshape(-1, 3)
-        places = np.zeros(len(table), np.int64)
-        sets, times, processes = table.T
+            sums = np.add.reduceat(signs[calls], firsts) if len(firsts) else signs[:0]
+            parts.append((sets[firsts], times[firsts], np.full(len(firsts), process), sums.view(np.uint64)))
+        sets, times, processes, numbers = map(np.concatenate, zip(*parts, strict=True))
+        kept = np.flatnonzero((times < end[processes]) & ~np.isin(times, [*uneven]))
+        kept = kept[np.lexsort((processes[kept], times[kept], sets[kept]))]
+        sets, times, places = sets[kept], times[kept], np.zeros(len(kept), np.int64)
         firsts = starts_of(sets, times)
-        made = MatchedCalls(sets[firsts], times[firsts], np.r_[firsts, len(table)], processes, places, places)
-        return made, np.array([row[3] | 1 for row in sorted(rows)], np.uint64)
+        made = MatchedCalls(sets[firsts], times[firsts], np.r_[firsts, len(kept)], processes[kept], places, places)
+        return made, numbers[kept] | np.uint64(1)
 
 
 @dataclass(slots=True)
