@@ -130,16 +130,16 @@ class _Process:
         self._rank, self._columns = rank, columns
         read = columns.read(_PLACES, 0, len(columns))
         numbers = np.flatnonzero(in_steps(read["step"], steps))
-        all_ = {name: column[numbers] for name, column in read.items()}
-        if (all_["started"] < 0).any():
+        starts, threads = read["started"][numbers], read["thread"][numbers]
+        if (starts < 0).any():
             raise OpInterceptError("the calls of the run have no times; record it again with this version")
-        length = np.clip(np.nan_to_num(all_["elapsed"].astype(np.float64) * 1e9), 0, _LONGEST).astype(np.int64)
-        ends = all_["started"] + length
-        order = np.lexsort((-ends, all_["started"], all_["thread"]))
-        self.numbers, self.threads = numbers[order], all_["thread"][order]
-        self._index, self._forward = all_["index"][order], all_["forward"][order]
-        self._step, self._call_site = all_["step"][order], all_["site"][order]
-        self.starts, self.ends = _apart(self.threads, all_["started"][order], ends[order])
+        length = np.nan_to_num(read["elapsed"][numbers].astype(np.float64) * 1e9)
+        ends = starts + np.clip(length, 0, _LONGEST).astype(np.int64)
+        order = np.lexsort((-ends, starts, threads))
+        self.numbers = numbers[order]
+        self._read = {name: column[self.numbers] for name, column in read.items()}
+        self.threads = self._read["thread"]
+        self.starts, self.ends = _apart(self.threads, starts[order], ends[order])
 
     def events(self, pid: int, base: int, run: Run) -> Iterator[Event]:
         """The events of the process. Slices come before those that lie in them."""
@@ -173,7 +173,9 @@ class _Process:
         path: tuple[str, ...] = ()
         paths: dict[int, tuple[str, ...]] = {}
         last, last_thread = 0, None
-        columns = (each.tolist() for each in (self.threads, self.starts, self.ends, self._step, self._call_site))
+        columns = (
+            each.tolist() for each in (self.threads, self.starts, self.ends, self._read["step"], self._read["site"])
+        )
         for thread, start, end, step, call_site in zip(*columns, strict=True):
             if thread == last_thread and start < last:
                 continue  # inside another call
@@ -201,15 +203,13 @@ class _Process:
     def _arrows(self, pid: int, base: int) -> Iterator[Event]:
         """From each forward call to its backward calls; an arrow holds on to the slice around its point."""
         middles = self.starts + (self.ends - self.starts) // 2
-        in_order = np.argsort(self._index, kind="stable")
-        indices = self._index[in_order]
-        for number in np.flatnonzero(self._forward >= 0).tolist():
-            place = int(np.searchsorted(indices, self._forward[number]))
-            if place == len(indices) or indices[place] != self._forward[number]:
-                continue  # of a step that was not chosen
-            name = {"pid": pid, "name": "backward", "cat": "backward", "id": f"{pid}.{self._index[number]}"}
-            for mark, at in (({"ph": "s"}, int(in_order[place])), ({"ph": "f", "bp": "e"}, number)):
-                yield mark | name | {"tid": int(self.threads[at]), "ts": (int(middles[at]) - base) / 1000}
+        index, forward = (self._read[name].tolist() for name in ("index", "forward"))
+        places = {each: place for place, each in reversed([*enumerate(index)])}
+        for number, of in enumerate(forward):
+            if of in places:  # it is a backward call, and the other is of a step that was chosen
+                name = {"pid": pid, "name": "backward", "cat": "backward", "id": f"{pid}.{index[number]}"}
+                for mark, at in (({"ph": "s"}, places[of]), ({"ph": "f", "bp": "e"}, number)):
+                    yield mark | name | {"tid": int(self.threads[at]), "ts": (int(middles[at]) - base) / 1000}
 
 
 def _apart(threads: Array, starts: Array, ends: Array) -> tuple[Array, Array]:
