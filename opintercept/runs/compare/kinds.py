@@ -167,20 +167,15 @@ class ProcessPair:
 
         def side(number: int, columns: Columns, calls: Array, known: Arrays) -> Side:
             of_roles = {role: [ROLES.get(rule.slots[number].get(role, "")) for rule in rules] for role in roles}
-            measured = (found for role, found in of_roles.items() if role not in hashed)
-            slots = dict.fromkeys(slot for found in measured for slot in found if slot is not None)
+            slots = {slot for role in roles.keys() - hashed for slot in filter(None, of_roles[role])}
             names = [f"{slot}_{name}" for slot in slots for name in ("nan", "inf", *FIGURES)]
             read = known | columns.gather(calls, names)
 
             def of(role: str, at: Array) -> Arrays:
-                found, made = of_roles[role], {}
-                for name in ("hash",) if role in hashed else ("hash", "nan", "inf", *FIGURES):
-                    used = [slot for slot in dict.fromkeys(found) if slot is not None]
-                    made[name] = read[f"{used[0]}_{name}"][at]
-                    for slot in used[1:]:
-                        there = np.array([each == slot for each in found])[which[at]]
-                        made[name] = np.where(there, read[f"{slot}_{name}"][at], made[name])
-                return made
+                used = [*dict.fromkeys(filter(None, of_roles[role]))]
+                place = np.array([used.index(slot or used[0]) for slot in of_roles[role]])[which[at]]
+                names = ("hash",) if role in hashed else ("hash", "nan", "inf", *FIGURES)
+                return {name: np.choose(place, [read[f"{slot}_{name}"][at] for slot in used]) for name in names}
 
             return of
 

@@ -181,22 +181,15 @@ class _Changed:
     def __init__(self) -> None:
         self.keys: set[int] = set()  # those that do not pair in order
         self._kept = [np.zeros((2, 0), np.uint64), np.zeros((2, 0), np.uint64)]  # hashes and keys, of A and of B
-        self._new: tuple[list[Array], list[Array]] = ([], [])
-        self._waiting, self._zeros = 0, np.uint64(0)
+        self._zeros = np.uint64(0)
 
     def add(self, keys: Array, own: Array, others: Array) -> None:
         """Add calls."""
-        odd = keys.view(np.uint64) * _ODD  # so that the same operands of calls with other keys differ
-        for new, inputs in zip(self._new, (own.view(np.uint64), others.view(np.uint64)), strict=True):
-            some = np.flatnonzero((inputs != 0) & ((inputs & self._zeros) == 0))  # 0 is not known
-            new.append(np.stack([inputs[some] ^ odd[some], keys[some].view(np.uint64)]))
-            self._waiting += len(some)
-        if self._waiting > _MOST_CHANGED:
-            self._join()
-
-    def _join(self) -> None:
-        self._kept = [np.hstack([kept, *new]) for kept, new in zip(self._kept, self._new, strict=True)]
-        self._new, self._waiting = ([], []), 0
+        keys = keys.view(np.uint64)
+        for side, inputs in enumerate((own.view(np.uint64), others.view(np.uint64))):
+            some = (inputs != 0) & ((inputs & self._zeros) == 0)  # 0 is not known
+            new = np.stack([inputs ^ keys * _ODD, keys])[:, some]  # the same operands of other keys differ
+            self._kept[side] = np.hstack([self._kept[side], new])
         while max(kept.shape[1] for kept in self._kept) > _MOST_CHANGED:
             self._zeros = self._zeros * np.uint64(2) + np.uint64(1)
             ends = [(kept[0] ^ kept[1] * _ODD) & self._zeros for kept in self._kept]
@@ -204,7 +197,6 @@ class _Changed:
 
     def apart(self) -> Array:
         """The keys that do not pair in order."""
-        self._join()
         (own, keys), (others, _) = self._kept
         self.keys.update(keys[np.isin(own, others)].tolist())
         return np.array(sorted(self.keys), np.int64)
@@ -274,7 +266,7 @@ class Pairs:
         self._a, self._b = a, b
         self._budget = _BUDGET
         self._changed: _Changed | None = _Changed()
-        self._tabulate()
+        self._tabulate(np.empty(0, np.int64))
 
     @property
     def unmatched(self) -> tuple[Array, Array]:
@@ -350,7 +342,7 @@ class Pairs:
         if len(rows):
             self._changed.add(keys[rows], a.inputs(own), b.inputs(others))
 
-    def _tabulate(self, keys: Array = np.empty(0, np.int64)) -> None:  # noqa: B008
+    def _tabulate(self, keys: Array) -> None:
         """Pair the calls of some keys by tables: calls with the same operands, then in the order of steps and shapes.
 
         Calls are aligned as a sequence if the runs have different numbers of them, or other shapes.
