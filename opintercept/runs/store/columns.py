@@ -7,7 +7,6 @@ however long the tables are. Needs numpy. Must not import torch.
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import weakref
@@ -15,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -57,7 +56,7 @@ CHUNK = 1 << 14  # calls that are read together
 _CHECKED = 1 << 16  # records that are checked together
 MAX_SHARED = 1 << 28  # bytes of the texts that calls share
 _RUIN = 1 << 26  # bytes of damaged texts that may be skipped
-_BLOCK, _BLOCKS = 1 << 12, 64  # records that are read together where few are wanted, and how many of these are kept
+_BLOCK = 1 << 12  # records that are read together where few are wanted, as a processor's cache has room for them
 _KNOWN = 1 << 12  # signatures that are remembered
 _BATCH = 256  # calls that are made together
 _NONE = (1 << 32) - 1  # the number before that of the first record
@@ -84,25 +83,14 @@ class RecordTable:
     They have the dtype of the program that wrote them.
     """
 
-    _numbers = itertools.count()
-    _blocks: ClassVar[OrderedDict[tuple[int, int], Array]] = OrderedDict()  # of all tables, since many may be open
-
     def __init__(self, path: Path, dtype: Any, more: Array) -> None:
-        self.path = path
-        self._size, self._descriptor, self._number = 0, -1, next(self._numbers)
+        self.path, self._dtype, self._more = path, dtype, more
+        self._size, self._descriptor = 0, -1
         self.close: Callable[[], object] = int
         with suppress(FileNotFoundError), open_plain(path) as file:
             self._size = os.fstat(file.fileno()).st_size // dtype.itemsize
             self._descriptor = os.dup(file.fileno())
-            self.close = weakref.finalize(self, self._end, self._descriptor, self._number)
-        self._dtype, self._more = dtype, more
-
-    @classmethod
-    def _end(cls, descriptor: int, number: int) -> None:
-        os.close(descriptor)
-        for block in [*cls._blocks]:
-            if block[0] == number:
-                cls._blocks.pop(block, None)
+            self.close = weakref.finalize(self, os.close, self._descriptor)
 
     def __len__(self) -> int:
         return self._size + len(self._more)
@@ -125,24 +113,13 @@ class RecordTable:
 
     def gather(self, numbers: Array) -> Array:
         """The records with these numbers."""
-        if not len(numbers):
-            return np.empty(0, self._dtype)
-        first, end = int(numbers.min()), int(numbers.max()) + 1
-        if end - first <= 4 * len(numbers) + _BLOCK:
-            made = self.read(first, end)
-            in_a_row = len(made) == len(numbers) and (numbers[1:] > numbers[:-1]).all()
-            return made if in_a_row else np.asarray(made[numbers - first])
-        made = np.empty(len(numbers), self._dtype)
-        blocks = numbers // _BLOCK
-        order = np.argsort(blocks, kind="stable")
-        for piece in np.split(order, np.flatnonzero(np.diff(blocks[order])) + 1):
-            start = int(blocks[piece[0]]) * _BLOCK
-            known = self._blocks.get((self._number, start))
-            if known is None:
-                known = self._blocks[self._number, start] = self.read(start, min(start + _BLOCK, len(self)))
-                if len(self._blocks) > _BLOCKS:
-                    self._blocks.popitem(last=False)
-            made[piece] = known[numbers[piece] - start]
+        if len(numbers) and (np.diff(numbers) == 1).all():
+            return self.read(int(numbers[0]), int(numbers[-1]) + 1)
+        made, order = np.empty(len(numbers), self._dtype), np.argsort(numbers, kind="stable")
+        ends = np.flatnonzero(np.diff(numbers[order] // _BLOCK)) + 1
+        for piece in np.split(order, ends) if len(order) else ():
+            first = int(numbers[piece[0]])
+            made[piece] = self.read(first, int(numbers[piece[-1]]) + 1)[numbers[piece] - first]
         return made
 
 
@@ -179,7 +156,7 @@ class Columns:
         for start, records in _pieces(self._calls, len(self._calls)):
             right = records["check"] == checks_of(records)
             _refuse_ruin(self._calls.path, ~right)
-            for at in range(0, len(records), _BLOCK):  # a processor's cache has room for these
+            for at in range(0, len(records), _BLOCK):
                 block, whole = records[at : at + _BLOCK], right[at : at + _BLOCK]
                 whole &= self._names_what_is_there(block, bad, texts)
                 known[self._codes_of(block)[whole]] = True
