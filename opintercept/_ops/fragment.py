@@ -45,6 +45,21 @@ class FragmentNode(NamedTuple):
         return refs((self.args, *self.kwargs.values()))
 
 
+def of_aten(node: FragmentNode) -> FragmentNode:
+    """A node with an operator of ATen for one that a compiler's passes put in its place."""
+    match node.op, node.args:
+        case "prims::convert_element_type", (value, dtype):
+            return node._replace(func=torch.ops.aten._to_copy.default, args=(value,), kwargs={"dtype": dtype})
+        case "prims::fma", (one, other, added):
+            return node._replace(func=torch.ops.aten.addcmul.default, args=(added, one, other))
+        case "prims::iota", (int(count),) if isinstance(first := node.kwargs.get("start"), int):
+            step = node.kwargs.get("step", 1)
+            kept = {key: node.kwargs.get(key) for key in ("dtype", "device")}
+            args = (first, first + count * step, step)
+            return node._replace(func=torch.ops.aten.arange.start_step, args=args, kwargs=kept)
+    return node
+
+
 def refs(value: Any) -> Iterator[str]:
     """The nodes in nested arguments."""
     if isinstance(value, Ref):
@@ -148,7 +163,8 @@ class NotTold(Exception):
 
 
 UNKNOWN = (
-    "what it stands for is only known of kernels that are compiled while a block is open; "
+    "what it stands for is only known of kernels that are compiled while a block is open, and of Triton kernels whose "
+    "source says it; "
     "TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 takes none from a cache"
 )
 """Why a kernel has no fragment."""

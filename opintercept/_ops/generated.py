@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
@@ -90,7 +90,7 @@ class GeneratedKernel:
         updated: The arguments that it reads and whose memory it writes to.
         tags: As of an `OpOverload`.
         row: Its row of the operator table.
-        fragment: What it stands for; None if that is not known.
+        tells: Tells what the launches of its wrapper stand for, by line; None once it has been asked.
     """
 
     is_view = False
@@ -113,8 +113,21 @@ class GeneratedKernel:
         self.line = line
         self.multiplies = multiplies
         self.tags: tuple[torch.Tag, ...] = ()
-        self.fragment: Fragment | None = None
+        self._fragment: Fragment | None = None
+        self.tells: Callable[[], Mapping[int, Fragment]] | None = None
         self.row = _row(self._schema, ops) if multiplies else Op(self._schema.name)
+
+    @property
+    def fragment(self) -> Fragment | None:
+        """What it stands for; None if that is not known."""
+        if self._fragment is None and self.tells is not None:
+            tells, self.tells = self.tells, None
+            self._fragment = tells().get(self.line)
+        return self._fragment
+
+    @fragment.setter
+    def fragment(self, fragment: Fragment | None) -> None:
+        self._fragment = fragment
 
     @functools.cached_property
     def stands_for(self) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from opintercept._core.call_site import Line as Line
 from opintercept._origin.stack import NOT_SOURCE
-from opintercept._origin.wrappers import Event
+from opintercept._origin.wrappers import Event, Look
 
 
 class Node(NamedTuple):
@@ -208,25 +208,25 @@ class _Variables:
         needed = {n for n in found if n in self._returned or not self._users.get(n, set()) <= found}
         for variable in event.written:
             look = event.looks.get(variable)
-            fits = [n for n in found if look is None or _fits(graph.nodes[n], *look)]
+            fits = [n for n in found if look is None or _fits(graph.nodes[n], look)]
             nodes = frozenset([n for n in fits if n in needed] or fits)
             self._holds[variable] = nodes or self._copied(read, look)
 
-    def _copied(self, read: Iterable[frozenset[str]], look: tuple[str, int | None] | None) -> frozenset[str]:
+    def _copied(self, read: Iterable[frozenset[str]], look: Look | None) -> frozenset[str]:
         """What a buffer holds if it is a copy of the only operand that looks like it."""
         fits = (
             []
-            if look is None or not look[0]
-            else [each for each in read if all(_fits(self._graph.nodes[n], *look) for n in each)]
+            if look is None or not look.dtype
+            else [each for each in read if all(_fits(self._graph.nodes[n], look) for n in each)]
         )
         return fits[0] if len(fits) == 1 else frozenset()
 
 
-def _fits(node: Node, dtype: str, count: int | None) -> bool:
-    if dtype and _DTYPES.get(dtype, dtype) != node.dtype:
+def _fits(node: Node, look: Look) -> bool:
+    if look.dtype and _DTYPES.get(look.dtype, look.dtype) != node.dtype:
         return False
     sizes = [int(each) if each.isdecimal() else None for each in node.shape]
-    return count is None or None in sizes or math.prod(filter(None, sizes)) == count
+    return look.size is None or None in sizes or math.prod(filter(None, sizes)) == math.prod(look.size)
 
 
 _DTYPES = {

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import linecache
-import math
 import os
 import re
 import sys
@@ -34,6 +33,18 @@ class Definition(NamedTuple):
     source: str
 
 
+class Look(NamedTuple):
+    """How a tensor lies in memory, as far as a text tells: its dtype, `"torch.float32"` or `""`, size and strides."""
+
+    dtype: str = ""
+    size: tuple[int, ...] | None = None
+    stride: tuple[int, ...] | None = None
+
+    def agrees(self, other: Look) -> bool:
+        """Whether both may be of the same tensor."""
+        return all(one == another for one, another in zip(self, other, strict=True) if one and another)
+
+
 class Event(NamedTuple):
     """What a wrapper does, in order.
 
@@ -43,8 +54,10 @@ class Event(NamedTuple):
         name: The kernel, or the operator without its namespace.
         read: The variables that it reads.
         written: Those that it writes or assigns.
-        looks: The dtype and the number of elements of variables, as far as the text tells.
+        looks: How variables lie in memory, as far as the text tells.
         passed: The variable that each argument of a launch is; None for a number or a part of a variable.
+        reuses: Whether an alias takes the memory of a variable that is deleted.
+        mutated: The variables that an operator writes to in place, or may write to.
     """
 
     kind: Literal["launch", "extern", "alias"]
@@ -52,8 +65,10 @@ class Event(NamedTuple):
     name: str
     read: tuple[str, ...]
     written: tuple[str, ...]
-    looks: dict[str, tuple[str, int | None]]
+    looks: dict[str, Look]
     passed: tuple[str | None, ...] = ()
+    reuses: bool = False
+    mutated: tuple[str, ...] = ()
 
 
 class WrapperSource:
@@ -66,11 +81,15 @@ class WrapperSource:
     Attributes:
         launches: By line.
         events: In order.
+        inputs: The variables that its functions get.
+        text: The source.
     """
 
     def __init__(self, text: str, key: str) -> None:
         self.launches: dict[int, GeneratedKernel] = {}
         self.events: list[Event] = []
+        self.inputs: set[str] = set()
+        self.text = text
         try:
             tree = ast.parse(text)
         except (SyntaxError, ValueError, RecursionError):
@@ -78,6 +97,7 @@ class WrapperSource:
         lines = text.splitlines()
         definitions = definitions_of(tree)
         for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+            self.inputs.update(_given(function))
             of_products: set[str] = set()  # variables with what others have multiplied
             for event, arguments in _events(function, definitions):
                 self.events.append(event)
@@ -210,7 +230,7 @@ class _Buffers:
         self._fresh: set[str] = set()  # new memory
         self._reused: set[str] = set()  # memory of a buffer that is not used any more; values only for `in_out`
         self._parts: dict[str, set[str]] = {}  # by buffer, the names of its parts that are fresh
-        self._looks: dict[str, tuple[str, int | None]] = {}
+        self._looks: dict[str, Look] = {}
 
     def assign(self, name: str, value: ast.expr, gone: set[str]) -> None:
         """Follow an assignment; `gone` are the variables that its line deletes."""
@@ -220,14 +240,13 @@ class _Buffers:
         if isinstance(value, ast.Call) and re.match(_ALLOCATES, ast.unparse(value.func)):
             self._fresh.add(name)
             dtypes = [text for each in value.args if (text := ast.unparse(each)).startswith("torch.")]
-            self._looks[name] = next(iter(dtypes), ""), _count(value.args)
+            self._looks[name] = Look(next(iter(dtypes), ""), *_shape(value.args))
             return
-        if other is not None:
-            dtype, count = self._looks.get(other, ("", None))
-            reshaped = isinstance(value, ast.Call) and len(value.args) > 1
-            self._looks[name] = dtype, _count(value.args[1:]) if reshaped else count  # type: ignore[attr-defined]
         if other is None:
             return
+        look = self._looks.get(other, Look())
+        reshaped = isinstance(value, ast.Call) and len(value.args) > 1
+        self._looks[name] = Look(look.dtype, *_shape(value.args[1:])) if reshaped else look  # type: ignore[attr-defined]
         if other in gone:
             (self._fresh if other in self._fresh else self._reused).add(name)
         elif other in self._fresh:
@@ -253,8 +272,21 @@ class _Buffers:
             for each, part, name in zip(arguments, parts, names, strict=True)
         ]
 
-    def looks(self, names: Sequence[str]) -> dict[str, tuple[str, int | None]]:
-        """The dtype and the number of elements of variables, as far as they are known."""
+    def check(self, arguments: Sequence[ast.expr]) -> None:
+        """Follow a check of a variable's size and strides."""
+        match arguments:
+            case [ast.Name(name), *others]:
+                checked = [(name, others)]
+            case [ast.Tuple(names), ast.Tuple(sizes), ast.Tuple(strides), *_]:
+                several = zip(names, sizes, strides, strict=True)
+                checked = [(name.id, [size, stride]) for name, size, stride in several if isinstance(name, ast.Name)]
+            case _:
+                checked = []
+        for name, others in checked:
+            self._looks[name] = Look(self._looks.get(name, Look()).dtype, *_shape(others))
+
+    def looks(self, names: Sequence[str]) -> dict[str, Look]:
+        """How variables lie in memory, as far as that is known."""
         return {name: self._looks[name] for name in names if name in self._looks}
 
     def fill(self, names: Sequence[str | None]) -> None:
@@ -270,11 +302,13 @@ class _Buffers:
                     self._fresh.discard(whole)
 
 
-def _count(arguments: Sequence[ast.expr]) -> int | None:
-    """The number of elements of the first shape among arguments; None if it is not known."""
-    shape = next((each for each in arguments if isinstance(each, ast.Tuple)), None)
-    sizes = [] if shape is None else [each.value for each in shape.elts if isinstance(each, ast.Constant)]
-    return math.prod(sizes) if shape is not None and len(sizes) == len(shape.elts) else None  # type: ignore[arg-type]
+def _shape(arguments: Sequence[ast.expr]) -> Iterator[tuple[int, ...] | None]:
+    """The first size among arguments and the strides behind it; None for one that is not all numbers."""
+    tuples = [each for each in arguments if isinstance(each, ast.Tuple)]
+    for each in (*tuples, None, None)[:2]:
+        numbers = [item.value for item in each.elts if isinstance(item, ast.Constant)] if each is not None else []
+        whole = each is not None and len(numbers) == len(each.elts) and all(type(item) is int for item in numbers)
+        yield tuple(numbers) if whole else None  # type: ignore[arg-type]
 
 
 _ALLOCATES = r"empty_strided\w*$|alloc_from_pool$|torch\.empty\w*$"
@@ -302,14 +336,24 @@ def _events(function: ast.FunctionDef, definitions: dict[str, Definition]) -> It
         match statement:
             case ast.Assign([ast.Name(name)], value):
                 yield from _calls(value, definitions, memory, (name,))
-                memory.assign(name, value, deleted.get(statement.lineno, set()))
+                gone = deleted.get(statement.lineno, set())
+                memory.assign(name, value, gone)
                 if (other := _root(value)) is not None or (other := _item(value)) is not None:
-                    yield Event("alias", statement.lineno, "", (other,), (name,), {}), []
+                    looks = memory.looks((other, name))
+                    yield Event("alias", statement.lineno, "", (other,), (name,), looks, reuses=other in gone), []
             case ast.Assign([ast.Tuple(targets)], value):
                 assigned = tuple(each.id for each in targets if isinstance(each, ast.Name))
                 yield from _calls(value, definitions, memory, assigned)
             case ast.Expr(value):
                 yield from _calls(value, definitions, memory, ())
+
+
+def _given(function: ast.FunctionDef) -> Iterator[str]:
+    """The variables that a function takes from its list of arguments."""
+    for statement in function.body:
+        match statement:
+            case ast.Assign([ast.Tuple(targets)], ast.Name("args")):
+                yield from (each.id for each in targets if isinstance(each, ast.Name))
 
 
 def _item(value: ast.expr) -> str | None:
@@ -336,9 +380,11 @@ def _calls(
                 read = tuple(each for each, part in both if part != "out")
                 written = tuple(each for each, part in both if part != "in")
                 whole = tuple(each.id if isinstance(each, ast.Name) else None for each in value.args)
-                yield Event("launch", value.lineno, name, read, written, memory.looks(written), whole), passed
+                yield Event("launch", value.lineno, name, read, written, memory.looks(read + written), whole), passed
             return
     function = ast.unparse(value.func)
+    if function.startswith("assert_size_stride"):
+        memory.check(value.args)
     if re.match(f"{_ALLOCATES}|{_SAME}|{_PLAIN}", function):
         return
     outs = [each for keyword in value.keywords if keyword.arg == "out" for each in _names_in(keyword.value)]
@@ -346,10 +392,25 @@ def _calls(
     memory.fill([*read, *outs])
     if "." in function:
         operator = re.sub(r"\.(default|out|Tensor|dim_\w+)$", "", function).rpartition(".")[2]
-        yield Event("extern", value.lineno, operator.removeprefix("bias_"), read, (*outs, *assigned), {}), []
+        mutated = tuple(_mutated(function, value.args))
+        name = operator.removeprefix("bias_")
+        yield Event("extern", value.lineno, name, read, (*outs, *assigned), {}, mutated=mutated), []
 
 
-_PLAIN = r"assert_size_stride$|assert_alignment$|get_raw_stream$|\w+\.clear$|raise_|torch\._C\."
+def _mutated(function: str, arguments: Sequence[ast.expr]) -> Iterator[str]:
+    """The variables that an operator writes to in place; all, if its schema is not known."""
+    found = re.fullmatch(r"(?:torch\.ops\.)?(\w+)\.(\w+)(?:\.(\w+))?", function)
+    if found is None or found[1] == "extern_kernels":  # those write to `out=`
+        return
+    packet = getattr(getattr(torch.ops, found[1]), found[2], None)
+    schema = getattr(getattr(packet, found[3] or "default", None), "_schema", None)
+    for place, value in enumerate(arguments):
+        alias = schema.arguments[place].alias_info if schema and place < len(schema.arguments) else None
+        if schema is None or (alias is not None and alias.is_write):
+            yield from _names_in(value)
+
+
+_PLAIN = r"assert_size_stride\w*$|assert_alignment$|get_raw_stream$|\w+\.clear$|raise_|torch\._C\."
 
 
 def _names_in(value: ast.expr) -> list[str]:

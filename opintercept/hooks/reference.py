@@ -106,8 +106,8 @@ class Reference(Copyable, Table):
     With `ops="all"` it holds each kernel that torch.compile generates against the operators that it stands for, run in
     float64 on the operands of the kernel. `wrong` lists those that are further off than rounding explains, whether or
     not the kernel rounds between two operators; the limits below are for other calls. What a kernel stands for is known
-    if it is compiled while a block is open. Outputs that hang on a random number or on the last bits of a comparison
-    are counted in `skipped`.
+    if it is compiled while a block is open; the source of most Triton kernels says it, too. Outputs that hang on a
+    random number or on the last bits of a comparison are counted in `skipped`.
 
     Reference copies the operands to the higher precision, waits for the device at each call, and keeps a row for each
     call. Choose calls with `when`. It measures the changes of an earlier hook too.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from textwrap import dedent
 
 from opintercept._origin.fused import InductorGraph, nodes_of
-from opintercept._origin.wrappers import Event
+from opintercept._origin.wrappers import Event, Look
 
-LOOKS: dict[str, tuple[str, int | None]] = {f"buf{number}": ("torch.float32", 32) for number in range(4)}
+LOOKS = {f"buf{number}": Look("torch.float32", (32,)) for number in range(4)}
 
 
 def graph(body: str) -> InductorGraph:
@@ -93,7 +93,7 @@ def test_a_kernel_that_lays_operands_out_for_a_call_is_part_of_it() -> None:
         4: relu = relu(mm)
         return (relu,)
     """
-    looks: dict[str, tuple[str, int | None]] = {"buf0": ("torch.float32", 32), "buf1": ("torch.float32", 64)}
+    looks = {"buf0": Look("torch.float32", (32,)), "buf1": Look("torch.float32", (64,))}
     copies = Event("launch", 10, "kernel_10", ("arg0_1", "arg1_1"), ("buf0", "buf1"), looks)
     events = [copies, product(11, "buf0 buf1", "buf2"), launch(12, "buf2", "buf3")]
     assert computed(text, events, {11: [3], 12: [4]}) == {10: ["mm"], 12: ["relu"]}

@@ -24,6 +24,7 @@ from opintercept._engines import scope as _scope
 from opintercept._engines.base import Watcher
 from opintercept._engines.dynamo import keep_out
 from opintercept._engines.inductor.provenance import graph_that_loads, tell
+from opintercept._engines.inductor.written import offer
 from opintercept._engines.modes import run_hooked
 from opintercept._engines.patches import Place, Replaced, Replacements, Wrapped
 from opintercept._engines.scope import UNKNOWN, Scope, state
@@ -70,7 +71,9 @@ class _WrapperModule:
     def launches(self) -> dict[int, GeneratedKernel]:
         """Its launches, by line."""
         if self._launches is None:
-            self._launches = wrapper_at(self._file).launches
+            source = wrapper_at(self._file)
+            offer(source)
+            self._launches = source.launches
         return self._launches
 
     def _patch(self, name: str, kernel: Any) -> Replaced:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from opintercept._ops.fragment import Fragment, FragmentNode, HeldNode, Ref
+from opintercept._ops.fragment import Fragment, FragmentNode, HeldNode, Ref, of_aten
 from opintercept._ops.generated import GeneratedKernel
 from opintercept._origin.wrappers import WrapperSource
 
@@ -222,26 +222,11 @@ def _nodes(graph: Any) -> Iterator[FragmentNode]:
         if node.op != "call_function":
             yield FragmentNode(node.name, None, dtype=dtype)
         elif isinstance(node.target, torch._ops.OpOverload):
-            yield _of_aten(FragmentNode(node.name, node.target, _plain(node.args), _plain(dict(node.kwargs)), dtype))
+            yield of_aten(FragmentNode(node.name, node.target, _plain(node.args), _plain(dict(node.kwargs)), dtype))
         elif node.target is operator.getitem:
             yield FragmentNode(node.name, operator.getitem, _plain(node.args), {}, dtype)
         else:
             yield FragmentNode(node.name, None, dtype=dtype)
-
-
-def _of_aten(node: FragmentNode) -> FragmentNode:
-    """A node with an operator of ATen for one that Inductor's passes put in its place."""
-    match node.op, node.args:
-        case "prims::convert_element_type", (value, dtype):
-            return node._replace(func=torch.ops.aten._to_copy.default, args=(value,), kwargs={"dtype": dtype})
-        case "prims::fma", (one, other, added):
-            return node._replace(func=torch.ops.aten.addcmul.default, args=(added, one, other))
-        case "prims::iota", (int(count),) if isinstance(first := node.kwargs.get("start"), int):
-            step = node.kwargs.get("step", 1)
-            kept = {key: node.kwargs.get(key) for key in ("dtype", "device")}
-            args = (first, first + count * step, step)
-            return node._replace(func=torch.ops.aten.arange.start_step, args=args, kwargs=kept)
-    return node
 
 
 def _plain(value: Any) -> Any:
