@@ -6,6 +6,7 @@ that hangs on the last bits of what is computed, or on a random number, is left 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -73,6 +74,22 @@ class Judged(NamedTuple):
     output: torch.Tensor
     exact: torch.Tensor
     excess: float
+
+    @property
+    def error(self) -> str:
+        """How far off a wrong output is, in words that follow "is"."""
+        if math.isfinite(self.excess):
+            return f"off by {self.excess:.3g} times what rounding explains"
+        output, exact = self.output, self.exact
+        other = (output != exact) & ~(output.isnan() & exact.isnan())
+        if output.is_floating_point():
+            other &= ~(output.isfinite() & exact.isfinite())
+        number, instead = (_number_told(each[other].flatten()[0].item()) for each in (output, exact))
+        return f"{number} where its operators give {instead}"
+
+
+def _number_told(value: float | bool) -> str:
+    return f"{value:.3g}".replace("nan", "NaN") if isinstance(value, float) else str(value)
 
 
 Call = Callable[[Callable[..., Any], list[Any], dict[str, Any]], Any]
@@ -345,7 +362,7 @@ def _beyond(output: torch.Tensor, exact: torch.Tensor, error: torch.Tensor, boun
     largest = torch.finfo(output.dtype).max
     alike = (output == exact) | (output.isnan() & exact.isnan())
     alike |= output.isinf() & (exact.abs() + bound >= largest) & (output.sign() == exact.sign())
-    return (error / bound).nan_to_num(torch.inf).where(~alike, 0.0)
+    return (error / bound).nan_to_num(torch.inf, torch.inf).where(~alike, 0.0)
 
 
 def _short(node: FragmentNode) -> str:

@@ -27,7 +27,7 @@ from opintercept._ops.generated import GeneratedKernel
 from opintercept._ops.table import row_of
 from opintercept._values.attention import Attention, arguments, attention_of, take, without_autocast
 from opintercept._values.errors import Errors, OtherShape
-from opintercept._values.fragments import judge
+from opintercept._values.fragments import Judged, judge
 from opintercept._values.precision import convolution_precision, product_precision
 from opintercept._values.read import in_graph_capture, in_memory, without_graph
 
@@ -70,6 +70,7 @@ class ReferenceRow:
         ops: The operators that a kernel stands for which torch.compile has generated; None for other calls.
         excess: The largest error of such a kernel, in units of what rounding explains; above 1 it is wrong.
         wrong: The operator whose value it gets wrong; None if there is none.
+        error: How far off that is, in words, such as `"NaN where its operators give 0.37"`.
     """
 
     index: int
@@ -89,6 +90,7 @@ class ReferenceRow:
     ops: tuple[str, ...] | None = None
     excess: float | None = None
     wrong: str | None = None
+    error: str | None = None
 
 
 class Reference(Copyable, Table):
@@ -200,23 +202,26 @@ class Reference(Copyable, Table):
         if isinstance(saved, str):
             self._skip(call, saved)
             return
-        excess = wrong = None
+        excess = wrong = error = None
         try:
             if isinstance(call.func, GeneratedKernel):
-                errors, excess, wrong = self._compare_kernel(call, call.func, saved)
+                errors, worst = self._compare_kernel(call, call.func, saved)
+                excess = worst.excess
+                if excess > 1:
+                    wrong, error = worst.node.op, worst.error
             else:
                 errors = self._compare(call, saved)
         except (_NoReference, OtherShape) as reason:
             self._skip(call, str(reason))
             return
-        except (RuntimeError, TypeError) as error:  # the operator or the device lacks this dtype
-            self._skip(call, str(error).partition("\n")[0])
+        except (RuntimeError, TypeError) as failed:  # the operator or the device lacks this dtype
+            self._skip(call, str(failed).partition("\n")[0])
             return
         gemm, lhs = call.gemm, call.lhs
         shape = str(gemm) if gemm is not None else "" if lhs is None else str(list(shape_of(lhs)))
         which = call.index, call.step, call.phase, call.module, call.source, call.op
         figures = errors.absolute, errors.relative, errors.ulp, errors.cosine, errors.snr, errors.nonfinite
-        row = ReferenceRow(*which, shape, errors.dtype, *figures, call.ops, excess, wrong)
+        row = ReferenceRow(*which, shape, errors.dtype, *figures, call.ops, excess, wrong, error)
         self._rows.append(row)
         if excess is None:
             self._judge(row)
@@ -259,10 +264,8 @@ class Reference(Copyable, Table):
         except torch.OutOfMemoryError as error:
             self._saved.put(call, str(error).partition("\n")[0])
 
-    def _compare_kernel(
-        self, call: OpCall, kernel: GeneratedKernel, saved: _Saved | None
-    ) -> tuple[Errors, float, str | None]:
-        """Hold a generated kernel against its operators: the errors, their excess, and the operator that is wrong."""
+    def _compare_kernel(self, call: OpCall, kernel: GeneratedKernel, saved: _Saved | None) -> tuple[Errors, Judged]:
+        """Hold a generated kernel against its operators: the errors, and the output that is furthest off."""
         tensors = [*tensors_of(call.args, {})]
         if kernel.fragment is None:
             raise _NoReference(UNKNOWN)
@@ -286,8 +289,7 @@ class Reference(Copyable, Table):
                 errors.add(each.output, each.exact)
         if not judged:
             raise _NoReference("it has no output that can be held")
-        worst = max(judged, key=lambda each: each.excess)
-        return errors, worst.excess, worst.node.op if worst.excess > 1 else None
+        return errors, max(judged, key=lambda each: each.excess)
 
     def _compare(self, call: OpCall, saved: _Saved | None) -> Errors:
         """Compute the reference of a call, or say why it has none, and measure its output against it."""
@@ -451,10 +453,7 @@ def _accusation(row: ReferenceRow) -> str:
     where = f" in {row.module}" if row.module else ""
     line = f" at {row.source}" if row.source else ""
     ops = ", ".join(row.ops or ())
-    return (
-        f"call {row.index} is wrong: {row.op}, which stands for {ops}{where}{line}; its {row.wrong} is off by "
-        f"{row.excess:.3g} times what rounding explains"
-    )
+    return f"call {row.index} is wrong: {row.op}, which stands for {ops}{where}{line}; its {row.wrong} is {row.error}"
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

@@ -45,6 +45,7 @@ class Replayed:
         cosine: The cosine similarity.
         excess: The error of a kernel that torch.compile has generated, in units of what rounding explains: above 1 it
             is wrong. None for other calls.
+        error: How far off a wrong kernel is, in words, such as `"NaN where its operators give 0.37"`.
     """
 
     role: str
@@ -56,6 +57,7 @@ class Replayed:
     max_ulp: float
     cosine: float
     excess: float | None = None
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +103,11 @@ class Replay(Page):
                 yield f"  {output.role} {output.now}: the same bit for bit"
                 continue
             if output.excess is not None:
-                wrong = output.excess > 1
-                explained = f"  {output.role} {output.recorded}: the largest error is {output.excess:.3g} times"
-                yield f"{explained} what rounding explains{', so the kernel is wrong' if wrong else ''}"
-                if not wrong:
+                held = f"  {output.role} {output.recorded}:"
+                if output.error is None:
+                    yield f"{held} the largest error is {output.excess:.3g} times what rounding explains"
                     continue
+                yield f"{held} {output.error}, so the kernel is wrong"
             else:
                 yield f"  {output.role}: {output.now} now, compared with the {output.recorded} of the run"
             if output.recorded.shape != output.now.shape:
@@ -235,7 +237,12 @@ def _held(run: Run, call: StoredCall, limit: int) -> Replay:
         reason = next(iter(left_out.values()), "it has no output")
         raise OpInterceptError(f"call {call.record.index} cannot be held against operators: {printable(reason)}")
     found = [
-        replace(_compared(role, each.output.detach(), each.exact), excess=each.excess, equal=False)
+        replace(
+            _compared(role, each.output.detach(), each.exact),
+            excess=each.excess,
+            error=each.error if each.excess > 1 else None,
+            equal=False,
+        )
         for role, each in judged
     ]
     return Replay(call, call.record.op, tuple(found), elapsed, left_out)
@@ -339,10 +346,10 @@ def _compared(role: str, recorded: torch.Tensor, now: torch.Tensor) -> Replayed:
         and recorded.shape == now.shape
         and torch.equal(recorded.contiguous().view(-1).view(torch.uint8), now.contiguous().view(-1).view(torch.uint8))
     )
-    figures = [math.nan] * 4
+    figures = (math.nan, math.nan, math.nan, math.nan)
     if recorded.shape == now.shape:
         errors = between(now, recorded)
-        figures = [errors.absolute, errors.relative, errors.ulp, errors.cosine]
+        figures = errors.absolute, errors.relative, errors.ulp, errors.cosine
     return Replayed(role, metas[0], metas[1], equal, *figures)
 
 

@@ -34,7 +34,8 @@ def wrong_kernels(run: Run, name: Literal["A", "B"]) -> tuple[list[WrongKernel],
         if worst is not None and worst[1].excess > 1:
             record = call.record
             place = Place(record.index, record.op, record.module, record.source)
-            found.append(WrongKernel(name, place, tuple(record.ops or ()), worst[1].node.op, worst[1].excess))
+            wrong = worst[1]
+            found.append(WrongKernel(name, place, tuple(record.ops or ()), wrong.node.op, wrong.excess, wrong.error))
     return found, _told(name, held, len(calls))
 
 
