@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,15 @@ sleep 0.1
 echo made > "$output"
 echo end >> "$here/log"
 """
+
+
+def unoptimized(folder: Path) -> str:
+    """A compiler that takes less time, where a test does not ask how fast the library is; for `CXX`."""
+    compiler = folder / "c++"
+    compiler.write_text(f'#!/bin/sh\nexec {os.environ.get("CXX", "c++")} "$@" -O0\n')
+    compiler.chmod(0o755)
+    return str(compiler)
+
 
 BUILD = """
 import sys
