@@ -44,8 +44,12 @@ WRONG: dict[str, str] = {
 }
 
 
-# With `--sampled` each kind of cause is there, and programs in which nothing is planted, in each way of recording.
-CHOSEN = sampled.picks_of_each({pair.name: (pair.planted and pair.planted.kinds, pair.ops) for pair in PAIRS}, 16)
+# These take ten seconds each, and others have their kinds of cause.
+LONG = {"adamw: decay in the gradient", "gru: gates in another order"}
+# With `--sampled` each kind of cause is there, and programs in which nothing is planted, in each way of recording; but
+# not what is judged wrongly, for which no answer fails.
+SHORT = [pair for pair in PAIRS if not (sampled.on and pair.name in WRONG.keys() | LONG)]
+CHOSEN = sampled.picks_of_each({pair.name: (pair.planted and pair.planted.kinds, pair.ops) for pair in SHORT}, 32)
 
 
 @dataclass(frozen=True)
