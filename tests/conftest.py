@@ -32,6 +32,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # the cores are busy with the other wor
     os.environ.pop("PYTEST_ADDOPTS", None)  # may have started the workers; pytest in a test is to start none
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anybody imports Triton, whose own functions it changes
+# Take the processor's word for its vector instructions: Inductor compiles a program for each set of them, and loads it
+# in a Python with torch, in each process and for each cache that it begins.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 pytest.register_assert_rewrite("interrupts", "made_tensors", "numpy_stats")
 hypothesis.settings.register_profile("no deadline", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("no deadline")

@@ -10,7 +10,6 @@ import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,10 +43,10 @@ class Encoder(nn.Module):
 
 
 @pytest.fixture
-def quick_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Without threads, which outlive the test, without optimisation, and without what another run has left on disk."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    with torch._inductor.config.patch({"compile_threads": 1, "aot_inductor.compile_wrapper_opt_level": "O0"}):
+def quick_compiler() -> Iterator[None]:
+    """Without threads, which outlive the test, without optimisation, and without graphs that another run has left."""
+    quick = {"compile_threads": 1, "fx_graph_cache": False, "aot_inductor.compile_wrapper_opt_level": "O0"}
+    with torch._inductor.config.patch(quick):
         torch._dynamo.reset()
         yield
         torch._dynamo.reset()
