@@ -5,7 +5,10 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import shlex
+import subprocess
 import sys
+import sysconfig
 import textwrap
 import threading
 import warnings
@@ -614,21 +617,22 @@ PyMODINIT_FUNC PyInit_late_extension() { return PyModule_Create(&module); }
 def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Libraries in C++: one that is an extension module too, one that defines, and one that has the kernels of that."""
     folder = tmp_path_factory.mktemp("late_cpp")
-    options: dict[str, Any] = {"extra_cflags": ["-O0"], "no_implicit_headers": True, "is_python_module": False}
-    found = {}
-    for name, source in {
-        "late_extension": SOURCE + DEFINITION + KERNEL + MODULE,
-        "late_definition": "#include <torch/library.h>\n" + DEFINITION,
-        "late_kernel": SOURCE + KERNEL,
-    }.items():
-        (folder / name).mkdir()
-        code = f"""
-            from torch.utils.cpp_extension import load_inline
-            load_inline({name!r}, {source!r}, build_directory={str(folder / name)!r}, **{options!r})
-            """
-        run_python("-c", textwrap.dedent(code), timeout=300, check=True)
-        found[name] = str(folder / name / f"{name}.so")
-    return found
+    compiler, torchs = shlex.split(os.environ.get("CXX", "c++")), Path(torch.__file__).parent
+    includes = [f"-isystem{path}" for path in (torchs / "include", sysconfig.get_path("include", "posix_prefix"))]
+
+    def run(*arguments: str) -> None:
+        subprocess.run([*compiler, *arguments], cwd=folder, check=True)
+
+    # Each part is compiled once: the headers of torch take the compiler five seconds.
+    parts = {"definition": "#include <torch/library.h>\n" + DEFINITION, "kernel": SOURCE + KERNEL, "module": MODULE}
+    for name, source in parts.items():
+        (folder / f"{name}.cpp").write_text(source)
+        run("-O0", "-std=c++20", "-fPIC", *includes, "-c", f"{name}.cpp")
+    libraries = {"late_extension": [*parts], "late_definition": ["definition"], "late_kernel": ["kernel"]}
+    for name, its in libraries.items():
+        objects = [f"{part}.o" for part in its]
+        run("-shared", *objects, f"-L{torchs / 'lib'}", "-lc10", "-ltorch_cpu", "-o", f"{name}.so")
+    return {name: str(folder / f"{name}.so") for name in libraries}
 
 
 LOADS = {
