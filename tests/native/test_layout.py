@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
+from compiler import needs_compiler
 
 from opintercept._core.in_kernel import ROLES
 from opintercept._native import build, layout
@@ -39,3 +44,25 @@ def test_a_field_more_makes_another_library(monkeypatch: pytest.MonkeyPatch) -> 
     before = build.library_name()
     monkeypatch.setattr(layout, "CALL", [*layout.CALL, ("more", "<i8")])
     assert build.library_name() != before
+
+
+@needs_compiler
+@pytest.mark.parametrize("format", ["<i8", "<f8", "|i1", "|u1"])
+def test_a_field_more_has_the_place_that_the_compiler_gives_it(
+    format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(layout.FORMATS, "more", format)
+    monkeypatch.setattr(layout, "CALL", layout._call())
+    kind = np.dtype(layout.CALL)
+    first = next(iter(layout.SLOTS))
+    members = {name: name for name in kind.names or () if name not in (*layout.SLOTS, "pad")} | {first: "rows"}
+    assert "more" in members
+    places = "".join(
+        f"static_assert(offsetof(opintercept::StoredCall, {member}) == {(kind.fields or {})[name][1]});\n"
+        for name, member in members.items()
+    )
+    source = tmp_path / "layout.cpp"
+    source.write_text(layout.header().replace("#pragma once", "") + places)
+    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    done = subprocess.run([*compiler, "-std=c++20", "-fsyntax-only", str(source)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
