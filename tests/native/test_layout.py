@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,12 +54,12 @@ def test_a_field_more_has_the_place_that_the_compiler_gives_it(
 ) -> None:
     monkeypatch.setitem(layout.FORMATS, "more", format)
     monkeypatch.setattr(layout, "CALL", layout._call())
-    kind = np.dtype(layout.CALL)
+    kind: Any = np.dtype(layout.CALL)
     first = next(iter(layout.SLOTS))
-    members = {name: name for name in kind.names or () if name not in (*layout.SLOTS, "pad")} | {first: "rows"}
+    members = {name: name for name in kind.names if name not in (*layout.SLOTS, "pad")} | {first: "rows"}
     assert "more" in members
     places = "".join(
-        f"static_assert(offsetof(opintercept::StoredCall, {member}) == {(kind.fields or {})[name][1]});\n"
+        f"static_assert(offsetof(opintercept::StoredCall, {member}) == {kind.fields[name][1]});\n"
         for name, member in members.items()
     )
     source = tmp_path / "layout.cpp"
