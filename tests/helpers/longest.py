@@ -29,6 +29,7 @@ FILES = (
     "devices/test_nonfinite.py",
     "origin/test_links.py",
     "fidelity/test_noted_programs.py",
+    "fidelity/test_convolutions.py",
     "fidelity/test_compiled_models.py",
     "fidelity/test_compile.py",
     "runs/report/test_report.py",
