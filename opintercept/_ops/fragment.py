@@ -164,7 +164,6 @@ class NotTold(Exception):
 
 UNKNOWN = (
     "what it stands for is only known of kernels that are compiled while a block is open, and of Triton kernels whose "
-    "source says it; "
-    "TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 takes none from a cache"
+    "source says it; TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 takes none from a cache"
 )
 """Why a kernel has no fragment."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from opintercept._core.tensors import is_tensor
+from opintercept._core.tensors import is_tensor, nested_tensors
 from opintercept._ops.fragment import Fragment, FragmentNode, HeldNode, NotTold, Ref
 from opintercept._values.precision import product_precision
 from opintercept._values.rounding import SIGMA, of_adding, ulp, unit
@@ -406,19 +406,11 @@ def _check_runs(node: FragmentNode) -> None:
 
 def _terms(result: Any, operands: Sequence[Any]) -> float:
     """How many numbers are added up, at most."""
-    count = max([each.numel() for each in _tensors(operands)], default=1)
-    made = max([each.numel() for each in _tensors(result)], default=1)
+    count = max([each.numel() for each in nested_tensors(operands)], default=1)
+    made = max([each.numel() for each in nested_tensors(result)], default=1)
     if made >= count:  # of a product, or a scan
-        return float(max([max(each.shape, default=1) for each in _tensors(operands)], default=1))
+        return float(max([max(each.shape, default=1) for each in nested_tensors(operands)], default=1))
     return max(1.0, count / max(made, 1))
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if is_tensor(value):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
 
 
 def _mapped(value: Any, function: Any) -> Any:
