@@ -35,7 +35,6 @@ _COMMENT = r"# Topologically Sorted Source Nodes: \[(.*?)\], Original ATen: \[(.
 _ASSIGNED = r"\s*(\w+)(?:\s*:[^=]+)? = "
 _HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _LINE = r'File "(.+?)", line (\d+), in (.+)'
-_LINE_COMMENT = r"\s*# File: (.+):(\d+) in (.+?), code: "
 _CALL = r"\s*(\w+)(?:: [^=]*?)? = torch\.ops\.([\w.]+)\((.*)\)(?:;.*)?$"
 _ITEM = r"\s*(\w+)(?:: [^=]*?)? = (\w+)\[\d+\](?:;.*)?$"
 _NAME = r"\b[A-Za-z_]\w*\b"
@@ -523,7 +522,7 @@ def _parse(text: str) -> tuple[dict[str, tuple[str, list[str]]], dict[str, tuple
     returned: list[str] = []
     line: tuple[str, int, str] | None = None
     for row in text.splitlines():
-        if found := re.match(_LINE_COMMENT, row):
+        if found := re.match(fused.LINE_COMMENT, row):
             line = (found[1], int(found[2]), found[3])
         elif "# No stacktrace found" in row:
             line = None

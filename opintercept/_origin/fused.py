@@ -36,7 +36,8 @@ class Node(NamedTuple):
     line: Line | None
 
 
-_LINE_COMMENT = r"\s*# File: (.+):(\d+) in (.+?), code: "
+LINE_COMMENT = r"\s*# .*?\bFile: (.+):(\d+) in (.+?), code: "
+"""Where the nodes below it come from. torch 2.15 writes "Backward of forward node: " first."""
 _ASSIGNED = r'\s*(\w+)(?:: (?:"(\w+)\[(.*?)\].*?"|[^=]*?))? = (.*?)(?:;.*)?$'
 _CALLED = r"torch\.ops\.(\w+)\.(\w+)[\w.]*\((.*)\)$"
 _ITEM = r"(\w+)\[\d+\]$"
@@ -66,7 +67,7 @@ class InductorGraph:
         self.returned: list[str] = []
         line: Line | None = None
         for row in text.splitlines():
-            if found := re.match(_LINE_COMMENT, row):
+            if found := re.match(LINE_COMMENT, row):
                 line = (found[1], int(found[2]), found[3])
                 self.written[line] = row[found.end() :].strip()
             elif "# No stacktrace found" in row:

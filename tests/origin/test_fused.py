@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from textwrap import dedent
 
+import pytest
+
 from opintercept._origin.fused import InductorGraph, nodes_of
 from opintercept._origin.wrappers import Event, Look
 
@@ -37,6 +39,15 @@ def computed(text: str, events: list[Event], lines: dict[int, list[int]]) -> dic
     """The names of the nodes of each launch. `lines` are the program's, by those of the wrapper."""
     stacks = [(at, f'  File "net.py", line {line}, in forward') for at, its in lines.items() for line in its]
     return {line: [node.name for node in found] for line, found in nodes_of(graph(text), events, stacks).items()}
+
+
+@pytest.mark.parametrize("written", ["", "Backward of forward node: ", "ac_graph_id: 0 - must_recompute "])
+def test_nodes_have_the_line_above_them(written: str) -> None:
+    text = f"""
+        # {written}File: model.py:3 in forward, code: y = x.log()
+        log: "f32[4][1]cpu" = torch.ops.aten.log.default(x);  x = None
+    """
+    assert InductorGraph(text).nodes["log"].line == ("model.py", 3, "forward")
 
 
 def test_a_kernel_computes_what_is_between_its_buffers() -> None:
