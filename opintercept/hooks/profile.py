@@ -17,7 +17,7 @@ from opintercept._core.in_kernel import Found, Work
 from opintercept._core.pipeline import flush
 from opintercept._core.record import PendingRecord, Timed
 from opintercept._core.tables import Cells, Table
-from opintercept._core.tensors import dtype_name
+from opintercept._core.tensors import dtype_name, nested_tensors
 from opintercept._core.text import counted, number, rate_text, write_csv
 from opintercept._kit.copyable import Copyable
 from opintercept._kit.per_call import PerCall
@@ -141,9 +141,12 @@ class Profile(Copyable, Table):
 
     def pre(self, call: OpCall) -> None:
         """Record the first event of a call on CUDA."""
-        lhs = call.operand("lhs")
-        if call.timed is None and lhs is not None and lhs.is_cuda and not torch.cuda.is_current_stream_capturing():
-            on_device.is_entered(lhs.device)  # from now on, kernels note such calls
+        if call.timed is not None:
+            return
+        tensors = nested_tensors((call.args, call.kwargs))  # a kernel of torch.compile has no left operand
+        device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+        if device is not None and not torch.cuda.is_current_stream_capturing():
+            on_device.is_entered(device)  # from now on, kernels note such calls
             self._started.put(call, self._event())
 
     def post(self, call: OpCall) -> None:

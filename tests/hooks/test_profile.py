@@ -205,14 +205,28 @@ def test_a_failing_call_leaves_no_event_behind() -> None:
     assert not len(profile._started)
 
 
-def test_time_of_a_device_that_waits_for_the_host_is_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    idle = iter([True, False, False])
+def take_for_cuda(monkeypatch: pytest.MonkeyPatch, *idle: bool) -> None:
+    """Let calls run on a device that takes 2 ms for each, and that has done all before at some of them."""
+    queries = iter(idle)
     event = SimpleNamespace(
-        record=lambda: None, synchronize=lambda: None, elapsed_time=lambda _: 2.0, query=lambda: next(idle)
+        record=lambda: None, synchronize=lambda: None, elapsed_time=lambda _: 2.0, query=lambda: next(queries)
     )
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
+
+
+def test_a_call_without_a_left_operand_has_the_devices_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of torch.compile have none, and lists neither."""
+    take_for_cuda(monkeypatch, False)
+    profile, a = hooks.Profile(), torch.ones(2, 2)
+    with intercept(profile, ops=("_foreach_neg",), engine="mode"):
+        torch._foreach_neg([a])
+    assert [row.seconds for row in profile.rows()] == [0.002]
+
+
+def test_time_of_a_device_that_waits_for_the_host_is_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_for_cuda(monkeypatch, True, False, False)
     profile, a, b = hooks.Profile(), torch.ones(2, 2), torch.ones(3, 3)
     with intercept(profile, engine="mode"):  # kernels in C++ know that these are on the CPU
         a @ a, a @ a, b @ b
