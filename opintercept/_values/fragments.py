@@ -76,7 +76,7 @@ class Judged(NamedTuple):
     excess: float
 
     @property
-    def error(self) -> str:
+    def deviation(self) -> str:
         """How far off a wrong output is, in words that follow "is"."""
         if math.isfinite(self.excess):
             return f"off by {self.excess:.3g} times what rounding explains"

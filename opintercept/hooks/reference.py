@@ -70,7 +70,7 @@ class ReferenceRow:
         ops: The operators that a kernel stands for which torch.compile has generated; None for other calls.
         excess: The largest error of such a kernel, in units of what rounding explains; above 1 it is wrong.
         wrong: The operator whose value it gets wrong; None if there is none.
-        error: How far off that is, in words, such as `"NaN where its operators give 0.37"`.
+        deviation: How far off that is, in words, such as `"NaN where its operators give 0.37"`.
     """
 
     index: int
@@ -90,7 +90,7 @@ class ReferenceRow:
     ops: tuple[str, ...] | None = None
     excess: float | None = None
     wrong: str | None = None
-    error: str | None = None
+    deviation: str | None = None
 
 
 class Reference(Copyable, Table):
@@ -202,13 +202,13 @@ class Reference(Copyable, Table):
         if isinstance(saved, str):
             self._skip(call, saved)
             return
-        excess = wrong = error = None
+        excess = wrong = deviation = None
         try:
             if isinstance(call.func, GeneratedKernel):
                 errors, worst = self._compare_kernel(call, call.func, saved)
                 excess = worst.excess
                 if excess > 1:
-                    wrong, error = worst.node.op, worst.error
+                    wrong, deviation = worst.node.op, worst.deviation
             else:
                 errors = self._compare(call, saved)
         except (_NoReference, OtherShape) as reason:
@@ -221,7 +221,7 @@ class Reference(Copyable, Table):
         shape = str(gemm) if gemm is not None else "" if lhs is None else str(list(shape_of(lhs)))
         which = call.index, call.step, call.phase, call.module, call.source, call.op
         figures = errors.absolute, errors.relative, errors.ulp, errors.cosine, errors.snr, errors.nonfinite
-        row = ReferenceRow(*which, shape, errors.dtype, *figures, call.ops, excess, wrong, error)
+        row = ReferenceRow(*which, shape, errors.dtype, *figures, call.ops, excess, wrong, deviation)
         self._rows.append(row)
         if excess is None:
             self._judge(row)
@@ -453,7 +453,9 @@ def _accusation(row: ReferenceRow) -> str:
     where = f" in {row.module}" if row.module else ""
     line = f" at {row.source}" if row.source else ""
     ops = ", ".join(row.ops or ())
-    return f"call {row.index} is wrong: {row.op}, which stands for {ops}{where}{line}; its {row.wrong} is {row.error}"
+    return (
+        f"call {row.index} is wrong: {row.op}, which stands for {ops}{where}{line}; its {row.wrong} is {row.deviation}"
+    )
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

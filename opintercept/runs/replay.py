@@ -45,7 +45,7 @@ class Replayed:
         cosine: The cosine similarity.
         excess: The error of a kernel that torch.compile has generated, in units of what rounding explains: above 1 it
             is wrong. None for other calls.
-        error: How far off a wrong kernel is, in words, such as `"NaN where its operators give 0.37"`.
+        deviation: How far off a wrong kernel is, in words, such as `"NaN where its operators give 0.37"`.
     """
 
     role: str
@@ -57,7 +57,7 @@ class Replayed:
     max_ulp: float
     cosine: float
     excess: float | None = None
-    error: str | None = None
+    deviation: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +104,10 @@ class Replay(Page):
                 continue
             if output.excess is not None:
                 held = f"  {output.role} {output.recorded}:"
-                if output.error is None:
+                if output.deviation is None:
                     yield f"{held} the largest error is {output.excess:.3g} times what rounding explains"
                     continue
-                yield f"{held} {output.error}, so the kernel is wrong"
+                yield f"{held} {output.deviation}, so the kernel is wrong"
             else:
                 yield f"  {output.role}: {output.now} now, compared with the {output.recorded} of the run"
             if output.recorded.shape != output.now.shape:
@@ -240,7 +240,7 @@ def _held(run: Run, call: StoredCall, limit: int) -> Replay:
         replace(
             _compared(role, each.output.detach(), each.exact),
             excess=each.excess,
-            error=each.error if each.excess > 1 else None,
+            deviation=each.deviation if each.excess > 1 else None,
             equal=False,
         )
         for role, each in judged

@@ -165,19 +165,19 @@ def test_one_wrong_element_is_enough() -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "error"),
+    ("written", "deviation"),
     [
         (torch.nan, "NaN where its operators give 1.17"),
         (-torch.inf, "-inf where its operators give 1.17"),
         (1.5, r"off by [\d.e+]+ times what rounding explains"),
     ],
 )
-def test_an_error_is_told_as_a_user_would_read_it(written: float, error: str) -> None:
+def test_a_deviation_is_told_as_a_user_would_read_it(written: float, deviation: str) -> None:
     whole = fragment("y", (4, 16), y=node(aten.exp.default, Ref("x")))
     output = X.exp()
     output[2, 2] = written
     (found,), _ = judge(whole, [X, output], [X, output])
-    assert re.fullmatch(error, found.error)
+    assert re.fullmatch(deviation, found.deviation)
 
 
 def test_a_wrong_truth_is_told_with_the_right_one() -> None:
@@ -185,7 +185,7 @@ def test_a_wrong_truth_is_told_with_the_right_one() -> None:
     output = X > 0
     output[3, 5] = False
     (found,), _ = judge(whole, [X, output], [X, output])
-    assert found.error == "False where its operators give True"
+    assert found.deviation == "False where its operators give True"
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ class WrongKernel(Plain):
         ops: The operators that it stands for.
         op: The one whose value is furthest off.
         excess: How far, in units of what rounding explains.
-        error: The same in words, such as `"NaN where its operators give 0.37"`.
+        deviation: The same in words, such as `"NaN where its operators give 0.37"`.
     """
 
     run: Literal["A", "B"]
@@ -154,7 +154,7 @@ class WrongKernel(Plain):
     ops: tuple[str, ...]
     op: str
     excess: float
-    error: str
+    deviation: str
 
     @property
     def sentence(self) -> str:
@@ -164,7 +164,7 @@ class WrongKernel(Plain):
         ops = _some([printable(short_op(op), WIDTH) for op in self.ops], _MOST_OPERATORS)
         return (
             f"Kernel {kernel} of {self.run} is wrong, which stands for {ops}{line}: its "
-            f"{printable(short_op(self.op), WIDTH)} is {self.error}."
+            f"{printable(short_op(self.op), WIDTH)} is {self.deviation}."
         )
 
 

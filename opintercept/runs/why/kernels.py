@@ -35,7 +35,9 @@ def wrong_kernels(run: Run, name: Literal["A", "B"]) -> tuple[list[WrongKernel],
             record = call.record
             place = Place(record.index, record.op, record.module, record.source)
             wrong = worst[1]
-            found.append(WrongKernel(name, place, tuple(record.ops or ()), wrong.node.op, wrong.excess, wrong.error))
+            found.append(
+                WrongKernel(name, place, tuple(record.ops or ()), wrong.node.op, wrong.excess, wrong.deviation)
+            )
     return found, _told(name, held, len(calls))
 
 
