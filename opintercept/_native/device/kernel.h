@@ -301,10 +301,10 @@ struct Single {
 };
 
 // All values of a word at once, by their signs.
-template <typename Bits>
+template <int BYTES>
 struct Words {
-  static constexpr unsigned ONES = sizeof(Bits) == 4 ? 1 : sizeof(Bits) == 2 ? 0x00010001 : 0x01010101;
-  static constexpr unsigned SIGNS = ONES << (8 * sizeof(Bits) - 1), MAGNITUDES = ~SIGNS;
+  static constexpr unsigned ONES = BYTES == 4 ? 1 : BYTES == 2 ? 0x00010001 : 0x01010101;
+  static constexpr unsigned SIGNS = ONES << (8 * BYTES - 1), MAGNITUDES = ~SIGNS;
 
   static unsigned nonzero(unsigned word) {
     return ((word & MAGNITUDES) + MAGNITUDES) & SIGNS;
@@ -315,12 +315,12 @@ struct Words {
 // bfloat16, which have the same order. The double whose upper bits have the same sign, exponent and mantissa is the
 // value without a scale, also of a subnormal one, so that none has to be converted.
 template <typename B>
-struct Short : Single, Words<B> {
+struct Short : Single, Words<sizeof(B)> {
   using Bits = B;
   static constexpr int LANES = sizeof(B) == 4 ? 1 : 2; // of a word that is taken
   static constexpr int TAKEN = sizeof(B) == 1 ? 8 : 4; // words of a vector
-  static constexpr unsigned MOST = LANES == 1 ? 0x7F7FFFFF : 0x7F7F7F7F,
-                            LEAST = MOST | (LANES == 1 ? 0x80000000 : 0x80008000);
+  using Taken = Words<4 / LANES>;
+  static constexpr unsigned MOST = LANES == 1 ? 0x7F7FFFFF : 0x7F7F7F7F, LEAST = MOST | Taken::SIGNS;
   int special; // the first magnitude that is infinite or NaN; 0 where -0.0 is the only NaN
   int shift; // of the sign, exponent and mantissa, to where a double has them
   unsigned mask;
@@ -349,11 +349,11 @@ struct Short : Single, Words<B> {
   }
   // Whether one of the smallest magnitudes is zero.
   static bool has_zero(unsigned smallest) {
-    constexpr unsigned ones = LANES == 1 ? 1 : 0x00010001, signs = ones << (32 / LANES - 1);
-    return ((smallest + (signs - ones)) & signs) != signs;
+    return ((smallest + Taken::MAGNITUDES) & Taken::SIGNS) != Taken::SIGNS;
   }
   // Whether a vector that has this range has others than finite values.
   bool has_odd(const Vector& loaded, unsigned least, unsigned most) const {
+    constexpr unsigned signs = Taken::SIGNS;
     unsigned odd = 0;
     if (special == 0) {
       for (const unsigned word : loaded.words) {
@@ -361,8 +361,7 @@ struct Short : Single, Words<B> {
         odd |= ~(this->nonzero(other) | other) & this->SIGNS;
       }
     } else {
-      constexpr unsigned ones = LANES == 1 ? 1 : 0x00010001, signs = ones << (32 / LANES - 1);
-      const unsigned below = signs - (static_cast<unsigned>(special) << (sizeof(B) == 1 ? 8 : 0)) * ones;
+      const unsigned below = signs - (static_cast<unsigned>(special) << (sizeof(B) == 1 ? 8 : 0)) * Taken::ONES;
       odd = (((least & ~signs) + below) | ((most & ~signs) + below)) & signs;
     }
     return odd != 0;
