@@ -34,7 +34,6 @@ _INDUCTOR = r"[/\\]c[a-z2-7]{40,}\.py$"  # the file of Inductor's wrapper, named
 _COMMENT = r"# Topologically Sorted Source Nodes: \[(.*?)\], Original ATen: \[(.*?)\]"
 _ASSIGNED = r"\s*(\w+)(?:\s*:[^=]+)? = "
 _HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_LINE = r'File "(.+?)", line (\d+), in (.+)'
 _CALL = r"\s*(\w+)(?:: [^=]*?)? = torch\.ops\.([\w.]+)\((.*)\)(?:;.*)?$"
 _ITEM = r"\s*(\w+)(?:: [^=]*?)? = (\w+)\[\d+\](?:;.*)?$"
 _NAME = r"\b[A-Za-z_]\w*\b"
@@ -349,18 +348,9 @@ def _in_module(frame: FrameType, graph: Graph | None) -> Trace:
 def _trace(node: Any) -> Trace:
     meta = node.meta
     # Dynamo has inlined what replaces a function.
-    lines = [line for line in re.findall(_LINE, meta.get("stack_trace") or "") if not line[0].startswith(_HERE)]
-    line, below = (
-        next(
-            (
-                (file, int(number), function)
-                for file, number, function in reversed(lines)
-                if not file.startswith(left_out)
-            ),
-            None,
-        )
-        for left_out in ((), NOT_SOURCE)
-    )
+    lines = [line for line in fused.frames(meta.get("stack_trace")) if not line[0].startswith(_HERE)]
+    line = lines[-1] if lines else None
+    below = next((line for line in reversed(lines) if not line[0].startswith(NOT_SOURCE)), None)
     nowhere = UNKNOWN._replace(line=line, below=below)
     in_backward = meta.get("autograd_backward") or meta.get("partitioner_tag") == "is_backward"
     key = "fwd_nn_module_stack" if in_backward and "nn_module_stack" not in meta else "nn_module_stack"

@@ -294,7 +294,12 @@ def _of_externs(graph: InductorGraph, events: Sequence[Event]) -> Iterable[str]:
 _FRAME = r'File "(.+?)", line (\d+), in (.+)'
 
 
+def frames(stack: str | None) -> list[Line]:
+    """The lines of a stack, as text has it, the innermost one last."""
+    return [(file, int(line), function) for file, line, function in re.findall(_FRAME, stack or "")]
+
+
 def _innermost(stack: str | None) -> list[Line]:
     """The innermost line, and the innermost one of the program: the graph's text has one of the two."""
-    frames = [(file, int(line), function) for file, line, function in re.findall(_FRAME, stack or "")]
-    return [*frames[-1:], *[frame for frame in frames if not frame[0].startswith(NOT_SOURCE)][-1:]]
+    lines = frames(stack)
+    return [*lines[-1:], *[line for line in lines if not line[0].startswith(NOT_SOURCE)][-1:]]
