@@ -61,6 +61,22 @@ def test_buffers_hold_nodes_also_sums_of_which_averages_are_made() -> None:
         assert fragment.needed(held.name, {each.name for each in fragment.given.values()})
 
 
+def test_memory_that_a_kernel_only_seems_to_write_holds_no_node() -> None:
+    # The logarithm of the sum is computed in its memory, as far as Inductor's plan goes, and stays in a register.
+    classes = torch.arange(4)
+
+    def loss(x: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(x @ torch.ones(32, 32), classes)
+
+    reference = hooks.Reference()
+    with compiled_in(str), torch.no_grad():
+        compiled: Any = torch.compile(loss)
+        with intercept(reference, ops="all"):
+            compiled(X)
+    assert reference.wrong == []
+    assert any("_log_softmax" in row.op for row in reference.rows())
+
+
 def test_a_graph_of_before_the_block_stands_for_nothing() -> None:
     reference = hooks.Reference()
     with compiled_in(str):

@@ -55,6 +55,8 @@ class _BufferNodes:
         self._nodes = {node.name: node for node in _nodes(graph)}
         self._sums = _with_sums(graph, self._nodes)
         self._changed = {name for each in graph.operations for name in each.get_mutation_names()}
+        # What a kernel computes in place and keeps in registers: memory has what was there before.
+        self._removed = {*graph.removed_buffers, *graph.inplaced_to_remove}
         by_others = {
             name
             for each in graph.operations
@@ -80,7 +82,7 @@ class _BufferNodes:
 
     def _own(self, name: str) -> HeldNode | None:
         buffer = self._graph.name_to_buffer.get(name)
-        if buffer is None or name in self._changed:
+        if buffer is None or name in self._changed or name in self._removed:
             return None
         if name in self._sums:
             return _held(name, buffer)
