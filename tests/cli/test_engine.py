@@ -44,8 +44,8 @@ for pair in {pairs}:
 """
 SAID = {
     "nothing": ("rounding", ""),
-    "theta-in-engine": ("uses the number=12000 where A uses 10000", "theta **"),
-    "eps-in-engine": ("uses the number=0.01 where A uses 1e-06", "+ eps))"),
+    "theta-in-engine": ("uses 12000 where A uses 10000", "theta **"),
+    "eps-in-engine": ("uses 0.01 where A uses 1e-06", "+ eps))"),
     "scale-in-trainer": ("uses scale=0.25 where A uses 0.2", "F.scaled_dot_product_attention(q, k, v"),
     "lora-in-engine": ("seems to have another weight, which was not recorded", "F.linear(gated, w[f"),
     "weight-in-trainer": ("seems to have another weight: rows 3, 4, 5, 6, ... of 64 differ", "_o"),

@@ -95,12 +95,12 @@ CHANGES = {
     "a number": (
         between(lambda x: x * 0.5),
         between(lambda x: x * 0.7),
-        ("argument", "uses the number=0.7 where A uses 0.5"),
+        ("argument", "uses 0.7 where A uses 0.5"),
     ),
     "a number, in another style": (
         between(lambda x: F.rms_norm(x * 1.5, (8,), eps=0.5)),
         between(lambda x: (lambda y: y * (y.square().mean(-1, keepdim=True) + 0.5).rsqrt())(x * 2.5)),
-        ("argument", "uses the number=2.5 where A uses 1.5"),
+        ("argument", "uses 2.5 where A uses 1.5"),
     ),
     "a function": (between(F.silu), between(F.relu), ("operator", "computes relu where A computes silu")),
     "another pooling": (

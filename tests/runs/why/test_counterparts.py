@@ -78,4 +78,4 @@ def test_products_of_the_same_operand_are_told_apart(tmp_path: Path) -> None:
         return program
 
     found = why(tmp_path, turned(100.0, False), turned(90.0, True))
-    assert [cause.what for cause in found.causes] == ["uses the number=90 where A uses 100"]
+    assert [cause.what for cause in found.causes] == ["uses 90 where A uses 100"]

@@ -89,8 +89,8 @@ def others_of(value: Any) -> list[Any]:
 def argument_words(name: str, mine: Any, theirs: Any) -> str:
     """Which argument is another one, after "uses"."""
     one, other = (f"{each:.6g}" if isinstance(each, float) else str(each) for each in (mine, theirs))
-    called = "the number" if name in ("other", "self", "exponent", "value") else name
-    return f"{called}={other} where A uses {one}{_times_words(mine, theirs)}"
+    called = "" if name in ("other", "self", "exponent", "value") else f"{name}="
+    return f"{called}{other} where A uses {one}{_times_words(mine, theirs)}"
 
 
 def _times_words(mine: Any, theirs: Any) -> str:
