@@ -91,8 +91,7 @@ class ProcessPair:
             if self._pairs.settled():
                 break
         alone_a, alone_b = self._pairs.unmatched
-        total.add_unmatched("a", self._ranks[0], self._a, alone_a)
-        total.add_unmatched("b", self._ranks[1], self._b, alone_b)
+        total.add_unmatched(("a", self._a, alone_a), ("b", self._b, alone_b))
         differing = np.concatenate(self._differing)
         if not total.judged and (len(differing) or len(alone_a) or len(alone_b)):
             total.judged = judged(*runs)
@@ -342,7 +341,7 @@ def compare_ranks(
     sides: tuple[Literal["a", "b"], ...] = ("a", "b")
     for side, index, other, others in zip(sides, (a, b), (b, a), reversed(sizes), strict=True):
         if index is not None and len(index):
-            total.add_unmatched(side, index.columns.rank, index, range(len(index)))
+            total.add_unmatched((side, index, range(len(index))))
         else:
             there = other if index is None else index
             assert there is not None

@@ -58,6 +58,8 @@ class Difference(Plain, Table):
         modules_in_all: How many such modules there are; `modules` has at most `limit`.
         unmatched: The calls without a counterpart.
         unmatched_calls: How many calls these are, in each run.
+        fused: How many calls of each run are kernels that torch.compile has generated, or operators of which such
+            kernels of the other run are made. The judge alone compares them.
     """
 
     a: RunHead = field(compare=False)
@@ -81,6 +83,7 @@ class Difference(Plain, Table):
     modules_in_all: int
     unmatched: tuple[Unmatched, ...]
     unmatched_calls: tuple[int, int]
+    fused: tuple[int, int]
 
     def rows(self) -> tuple[ModuleDifference, ...]:
         """The modules that differ."""
@@ -134,6 +137,9 @@ class Difference(Plain, Table):
             yield f"paired {', '.join(other)}"
         if any(self.unmatched_calls):
             yield f"without a counterpart: {self.unmatched_calls[0]:,} of A, {self.unmatched_calls[1]:,} of B"
+        if any(self.fused):
+            how = "compared as one program" if isinstance(self.judged, Answer) else "not compared"
+            yield f"generated kernels, and what they stand for: {self.fused[0]:,} of A, {self.fused[1]:,} of B, {how}"
         if self.equal:
             compared = self.pairs > self.kinds.get("not compared", 0)
             yield Marked(self.verdict, "right") if compared else self.verdict
@@ -149,7 +155,9 @@ class Difference(Plain, Table):
 
         Else, whether no call differs, each has a counterpart, and both runs have the same processes.
         """
-        return not self.absent and (self._is_rounding or (self.first is None and not any(self.unmatched_calls)))
+        return not self.absent and (
+            self._is_rounding or (self.first is None and not any((*self.unmatched_calls, *self.fused)))
+        )
 
     @property
     def verdict(self) -> str:

@@ -13,9 +13,11 @@ from typing import Literal
 import numpy as np
 
 from opintercept.runs.compare.difference import KINDS, Absent, CallDifference, Kind, ModuleDifference, Unmatched
+from opintercept.runs.compare.fused import fused
 from opintercept.runs.compare.pairing import BY, PAIRINGS, Pairing
 from opintercept.runs.compare.pairs import Index
 from opintercept.runs.compare.result import Difference
+from opintercept.runs.store.codec import StoredCall
 from opintercept.runs.store.columns import CHUNK, Array
 from opintercept.runs.store.run import Run
 from opintercept.runs.why.answer import Answer
@@ -134,6 +136,7 @@ class DiffTotals:
         self.absent: list[Absent] = []
         self.modules_in_all = 0
         self.unmatched_calls = [0, 0]
+        self.fused = [0, 0]
         self.judged: Answer | str = ""
         self._first: CallDifference | None = None
         self._before, self._optimizer = (0, 0), False
@@ -141,27 +144,18 @@ class DiffTotals:
         self._modules: list[tuple[_Place, ModuleDifference]] = []  # with the place of the first call that differs
         self._unmatched: list[Unmatched] = []
 
-    def add_unmatched(self, side: Literal["a", "b"], rank: int, index: Index, numbers: Sequence[int] | Array) -> None:
-        """Add the calls of a process that have no counterpart."""
-        found: dict[int, list[int]] = {}  # the first call of each key, and how many there are
-        for start in range(0, len(numbers), CHUNK):
-            some = np.asarray(numbers[start : start + CHUNK], np.int64)
-            kinds = index.gather(some)["kind"]
-            chosen = index.chosen(some, kinds)
-            self.unmatched_calls[side == "b"] += int(chosen.sum())
-            some = some[chosen]
-            each = np.unique(index.kinds["key"][kinds[chosen]], return_index=True, return_counts=True)
-            for key, at, count in zip(*(column.tolist() for column in each), strict=True):
-                found.setdefault(key, [int(some[at]), 0])[1] += count
-        rows = sorted(found.values())[: max(self.limit - len(self._unmatched), 0)]
-        if not rows:
-            return
-        calls = index.columns.calls_at(np.array([first for first, _ in rows]), given=False)
-        for (_, count), call in zip(rows, calls, strict=True):
-            record = call.record
-            self._unmatched.append(
-                Unmatched(side, rank, record.module, record.op, record.phase, record.grad_of, count, record.index)
-            )
+    def add_unmatched(self, *sides: tuple[Literal["a", "b"], Index, Sequence[int] | Array]) -> None:
+        """Add the calls of a process that have no counterpart, or of two."""
+        alone = [_alone(index, numbers) for _, index, numbers in sides]
+        others = [[each.record for each, _ in rows] for rows in reversed(alone)] if len(alone) == 2 else [[]]
+        for (side, _, _), rows, other in zip(sides, alone, others, strict=True):
+            in_other = fused([each.record for each, _ in rows], other)
+            for (call, count), is_fused in zip(rows, in_other, strict=True):
+                (self.fused if is_fused else self.unmatched_calls)[side == "b"] += count
+                if not is_fused and len(self._unmatched) < self.limit:
+                    record = call.record
+                    key = record.module, record.op, record.phase, record.grad_of
+                    self._unmatched.append(Unmatched(side, call.rank, *key, count, record.index))
 
     def add_first(self, call: CallDifference, before: tuple[int, int], optimizer: bool) -> None:
         """Add `first`, `before` and `optimizer` of a process."""
@@ -201,7 +195,24 @@ class DiffTotals:
             modules_in_all=self.modules_in_all,
             unmatched=tuple(self._unmatched),
             unmatched_calls=(self.unmatched_calls[0], self.unmatched_calls[1]),
+            fused=(self.fused[0], self.fused[1]),
         )
+
+
+def _alone(index: Index, numbers: Sequence[int] | Array) -> list[tuple[StoredCall, int]]:
+    """The first of these calls with each key that is selected, and how many there are, in the order of the calls."""
+    found: dict[int, list[int]] = {}
+    for start in range(0, len(numbers), CHUNK):
+        some = np.asarray(numbers[start : start + CHUNK], np.int64)
+        kinds = index.gather(some)["kind"]
+        chosen = index.chosen(some, kinds)
+        some = some[chosen]
+        each = np.unique(index.kinds["key"][kinds[chosen]], return_index=True, return_counts=True)
+        for key, at, count in zip(*(column.tolist() for column in each), strict=True):
+            found.setdefault(key, [int(some[at]), 0])[1] += count
+    rows = sorted(found.values())
+    calls = index.columns.calls_at(np.array([first for first, _ in rows], np.int64), given=False)
+    return [*zip(calls, (count for _, count in rows), strict=True)]
 
 
 def _order(call: CallDifference) -> tuple[bool, _Place]:
