@@ -24,11 +24,13 @@ class KernelPart(NamedTuple):
         op: The operator, after torch.compile has decomposed it, `"aten::exp"` for a part of a softmax.
         module: The module that runs it; None if it is not known.
         source: The program's line, or None.
+        node: Its name in the compiled graph, `"exp_1"`.
     """
 
     op: str
     module: str | None
     source: str | None
+    node: str
 
 
 class CallSite:

@@ -105,7 +105,8 @@ def plain_arguments(
             None if each is None else {"shape": list(each.shape), "memory": place(each)} for each in strided
         ]
         if (stands_for := getattr(call.func, "stands_for", None)) is not None:  # of a generated kernel
-            found["stands_for"] = stands_for
+            places = {part.node: [part.module, part.source] for part in call.parts}
+            found["stands_for"] = stands_for | {"places": places}
     return found
 
 

@@ -135,20 +135,20 @@ class Fragment(NamedTuple):
 
 
 def _plain_node(node: FragmentNode) -> list[Any]:
-    kwargs = {key: _plain(value) for key, value in node.kwargs.items()}
-    return [node.name, str(node.func), [*map(_plain, node.args)], kwargs, _plain(node.dtype)]
+    kwargs = {key: plain_argument(value) for key, value in node.kwargs.items()}
+    return [node.name, str(node.func), [*map(plain_argument, node.args)], kwargs, plain_argument(node.dtype)]
 
 
 def _listed(value: Any) -> Any:
     return [*value] if isinstance(value, tuple) else value
 
 
-def _plain(value: Any) -> Any:
+def plain_argument(value: Any) -> Any:
     """As `_kit.repro.plain_arguments` writes arguments, with a node for each tensor."""
     if isinstance(value, Ref):
         return {"node": value.name}
     if isinstance(value, (list, tuple)):
-        return {"list": [_plain(each) for each in value]}
+        return {"list": [plain_argument(each) for each in value]}
     if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
         return {"torch": str(value).removeprefix("torch.")}
     if isinstance(value, torch.device):

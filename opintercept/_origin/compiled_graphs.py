@@ -139,10 +139,11 @@ def backward(frame: FrameType, graph: Graph | None) -> Trace:
 
 
 class Computed(NamedTuple):
-    """A node that a generated kernel computes: its operator, and where it comes from."""
+    """A node that a generated kernel computes: its operator, where it comes from, and its name in Inductor's graph."""
 
     op: str
     trace: Trace
+    name: str
 
 
 _computed: dict[tuple[int, int], tuple[CodeType, Graph | None, dict[int, tuple[Computed, ...]]]] = {}
@@ -176,7 +177,9 @@ def _computed_in(file: str, text: str, graph: Graph | None) -> dict[int, tuple[C
     traces = _traces(whole, graph)
     nodes = fused.nodes_of(whole, events, zip(*stacks, strict=False) if len(stacks) == 2 else ())
     return {
-        line: tuple(Computed(node.op, traces[node.name]) for node in found) for line, found in nodes.items() if found
+        line: tuple(Computed(node.op, traces[node.name], node.name) for node in found)
+        for line, found in nodes.items()
+        if found
     }
 
 
@@ -598,8 +601,9 @@ class GraphCallSite(CallSite):
     def parts(self) -> tuple[KernelPart, ...]:
         """As of every call site."""
         return tuple(
-            KernelPart(part.op, module, None if (line := part.trace.source_line) is None else written_lines([line]))
+            KernelPart(part.op, module, None if line is None else written_lines([line]), part.name)
             for part, module in self._parts
+            for line in (part.trace.source_line,)
         )
 
     def common(self, other: CallSite) -> CallSite:

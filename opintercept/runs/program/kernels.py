@@ -24,6 +24,7 @@ _SHAPED = """
     split_with_sizes alias detach
 """
 _VIEWS = frozenset(_SHAPED.split())
+_DAMAGED = (KeyError, TypeError, ValueError, IndexError, AttributeError)
 
 
 def is_kernel(call: StoredCall) -> bool:
@@ -40,11 +41,9 @@ def held(run: Run, call: StoredCall, limit: int = MAX_TENSOR) -> tuple[list[tupl
     Raises:
         NotRunError: The run does not have what that takes.
     """
-    plain = (call.given or {}).get("stands_for")
-    if call.given is None or not isinstance(plain, dict):
-        raise again.NotRunError(f"{call.record.op} cannot be held against operators: {UNKNOWN}")
+    fragment, written = fragment_of(call)
+    assert call.given is not None  # it has a fragment
     try:
-        fragment, written = _fragment(plain), [_place(each) for each in plain["written"]]
         outputs = call.given["outputs"]
         before = [_argument(run, call, each, limit) for each in call.given["args"]]
         after = [*before]
@@ -52,12 +51,12 @@ def held(run: Run, call: StoredCall, limit: int = MAX_TENSOR) -> tuple[list[tupl
             after[place] = _output(run, call, role_of(number), output, limit)
         if max((*fragment.given, *fragment.made), default=0) >= len(after):
             raise ValueError("the place of an argument")
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as wrong:
+    except _DAMAGED as wrong:
         raise again.NotRunError(f"what the run says of {call.record.op} is damaged") from wrong
     most = again.room(tensors_of((before, after), {}))
 
     def called(func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
-        if func is operator.getitem or isinstance(func, _Unlisted) or _is_view(func):
+        if func is operator.getitem or isinstance(func, _Unlisted) or is_view(func):
             return func(*args, **kwargs)
         listed = again.operator_of(func._schema.name, str(func))  # type: ignore[attr-defined]
         try:
@@ -72,7 +71,23 @@ def held(run: Run, call: StoredCall, limit: int = MAX_TENSOR) -> tuple[list[tupl
     return [(roles[each.place], each) for each in judged if each.place in roles], reasons
 
 
-def _is_view(func: Any) -> bool:
+def fragment_of(call: StoredCall) -> tuple[Fragment, list[int]]:
+    """What a recorded kernel stands for, and the places of the arguments that are its outputs.
+
+    Raises:
+        NotRunError: It is not known.
+    """
+    plain = (call.given or {}).get("stands_for")
+    if not isinstance(plain, dict):
+        raise again.NotRunError(f"{call.record.op} cannot be held against operators: {UNKNOWN}")
+    try:
+        return _fragment(plain), [_place(each) for each in plain["written"]]
+    except _DAMAGED as wrong:
+        raise again.NotRunError(f"what the run says of {call.record.op} is damaged") from wrong
+
+
+def is_view(func: Any) -> bool:
+    """Whether an operator of a fragment makes no memory."""
     space, _, name = func._schema.name.partition("::")
     return space == "aten" and name in _VIEWS
 
@@ -94,7 +109,7 @@ def _function(name: str) -> Any:
         return operator.getitem
     space, _, rest = name.partition(".")
     func = again.overload_of(f"{space}::{rest.partition('.')[0]}", name)
-    if func is not None and _is_view(func):
+    if func is not None and is_view(func):
         return func
     try:
         again.operator_of("" if func is None else func._schema.name, name)

@@ -21,6 +21,7 @@ from opintercept._ops import scratch
 from opintercept._ops.families import makes_values
 from opintercept.runs.program import again
 from opintercept.runs.program.names import operator_name
+from opintercept.runs.program.unfused import Unfused
 from opintercept.runs.store.codec import StoredCall, role_of
 from opintercept.runs.store.run import Run
 
@@ -200,7 +201,8 @@ class Program:
         last: Region | None = None
         begun = 0  # the place of the first call after that which made the last root
         self._pairs = True  # whether complex numbers are pairs of real ones: memory has others if some are lazy
-        for _, stored in run.located(rank):
+        self._unfused = Unfused(run)
+        for stored in (each for _, call in run.located(rank) for each in self._unfused.calls(call)):
             record = stored.record
             self._pairs &= record.op not in ("aten::_conj", "aten::_neg_view")
             if stored.error is not None or record.step < start:
@@ -235,7 +237,8 @@ class Program:
             step.inputs = [(name, self._place(region)) for name, region in step.inputs]
             step.outputs = [None if region is None else self._place(region) for region in step.outputs]
             step.pairs = frozenset(at for at, (_, region) in enumerate(step.inputs) if region is not before[at])
-        used, held = sum(self.sizes.values()), sum(size for size, _ in self._held.values())
+        recorded = (size for name, (size, _) in self._held.items() if self._unfused.kept(name) is None)
+        used, held = sum(self.sizes.values()), sum(recorded)
         if used > max(_ROOM, _FOLD * held):
             raise OpInterceptError(
                 f"the memory of a program must not be far larger than what was recorded of it, got {used:,} numbers in "
@@ -246,7 +249,7 @@ class Program:
         """Where a tensor lies, for which there is room then; complex numbers lie there as pairs."""
         if region.name is not None:
             if region.name not in self._held:
-                self._held[region.name] = self.run.kept(self.rank, region.name)
+                self._held[region.name] = self._unfused.kept(region.name) or self.run.kept(self.rank, region.name)
             size, dtype = self._held[region.name]
             if size != math.prod(region.shape):
                 raise OpInterceptError(
@@ -275,11 +278,21 @@ class Program:
         found = "" if region.name is None else self._held[region.name][1]
         return "F32" if found == "C64" and self._pairs else found
 
+    def has_record(self, step: Step) -> bool:
+        """Whether all that a call reads was recorded, and a kernel keeps none of it in registers."""
+        return all(region.name is None or self._unfused.kept(region.name) is None for _, region in step.inputs)
+
+    def tensor(self, call: StoredCall, role: str) -> torch.Tensor | None:
+        """As `Run.tensor`, also of what a kernel keeps in registers."""
+        known = self._unfused.value(call.tensors.get(role, ""))
+        return self.run.tensor(call, role) if known is None else known
+
     def value(self, region: Region) -> torch.Tensor:
         """The recorded values, in the region's shape."""
         if region.name is None:
             raise OpInterceptError(f"the values of a tensor were not kept in {str(self.run.path)!r}")
-        found = self.run.load(self.rank, region.name)
+        found = self._unfused.value(region.name)
+        found = self.run.load(self.rank, region.name) if found is None else found
         found = (torch.view_as_real(found) if found.is_complex() and self._pairs else found).reshape(region.shape)
         # Whoever keeps a part of a file in memory keeps all of it; real numbers are copied to float64 anyway.
         return found if found.is_floating_point() else found.clone()

@@ -52,7 +52,7 @@ class Place(Plain):
     @property
     def line(self) -> str:
         """The line without its function, `"model.py:31"`; empty if it is not known."""
-        return printable((self.source or "").partition(" ")[0], WIDTH)
+        return printable((self.source or "").partition(" in ")[0], WIDTH)
 
     def __str__(self) -> str:
         """Write `"layers.1.norm (model.py:31)"`."""
@@ -222,6 +222,7 @@ class Answer(Plain, Table):
         loss: The loss; None if there is none.
         notes: What was not compared, and why.
         kernels: The generated kernels that are wrong by themselves, those of A first.
+        unknown: The generated kernels of A that make something else than B, if nobody knows what they stand for.
     """
 
     a: RunHead = field(compare=False)
@@ -239,6 +240,7 @@ class Answer(Plain, Table):
     loss: Loss | None = None
     notes: tuple[str, ...] = ()
     kernels: tuple[WrongKernel, ...] = ()
+    unknown: tuple[Place, ...] = ()
 
     _row: ClassVar[type] = Cause
 
@@ -275,6 +277,10 @@ class Answer(Plain, Table):
                 f"{printable(each.what, _LINE)}, in {_listed((each.place, *each.also), 1)}" for each in self.coarser
             ]
             return f"B {_some(coarser, _MOST)}; nothing differs by more than that{upto}.{after}"
+        if self.verdict == "not compared" and self.unknown:
+            first = self.unknown[0]
+            where = f", in {first}" if module_name(first.module) else f" ({first.line})" if first.line else ""
+            return f"I do not know: it arises in {short_op(first.op)} of A{where}, which cannot be computed again."
         if self.verdict == "not compared":
             none = f"nothing differs by more than rounding{upto}, but other" if upto else "nothing could be compared:"
             return f"I do not know: {none} results of A have no counterpart in B."

@@ -81,9 +81,9 @@ def _shared_tokens(a: Flow, b: Flow) -> Share | None:
     """
     mine, theirs = ([*_looked_up(flow)] for flow in (a, b))
     left = Counter(number for rows in theirs for number in rows.flatten().tolist())
-    tokens = mine[0] if mine else torch.zeros(0)
-    if tokens.dim() not in (1, 2) or not left:
+    if not mine or mine[0].dim() not in (1, 2) or not left:
         return None
+    tokens = mine[0]
     known = [
         [left.subtract([n]) or left[n] >= 0 for n in each] for each in tokens.reshape(-1, tokens.shape[-1]).mT.tolist()
     ]

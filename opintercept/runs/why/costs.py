@@ -83,10 +83,9 @@ def loss_step(both: Both) -> Step | None:
     """The call of A that makes the loss: the root of backward, or else the last single number that both have."""
     flow, ends = both.a, both.counterparts.ends
     root = flow.program.root
-    if root is not None and root < len(flow.steps) and root in ends:
-        return flow.steps[root]
-    single = (flow.steps[number] for number in reversed(flow.ends) if number in ends)
-    return next((step for step in single if step.outputs[0] is not None and not step.outputs[0].shape), None)
+    able = [root] if root is not None and root < len(flow.steps) else []
+    steps = (flow.steps[number] for number in (*able, *reversed(flow.ends)) if number in ends)
+    return next((step for step in steps if step.outputs[0] is not None and not step.outputs[0].shape), None)
 
 
 def with_costs(

@@ -365,7 +365,9 @@ class Counterparts:
             return edge
         writers = self.a.writers[number][place]
         (writer,) = writers if len(writers) == 1 else (LEAF,)
-        return sweep.joined.get(writer)
+        made = None if writer == LEAF else self.a.steps[writer].outputs[0]
+        own = made is not None and made.memory == self.a.steps[number].inputs[place][1].memory  # and no other output
+        return sweep.joined.get(writer) if own else None
 
     def reads(self, region: Region, joint: Joint | Laid) -> bool:
         """Whether B reads a joint's tensor there, however it is laid out."""
@@ -525,7 +527,7 @@ class Counterparts:
         """What calls of B have in a role, `float64[tokens, width]`, call after call; nothing of another width."""
         found = []
         for step in steps:
-            values = self.b.program.run.tensor(step.stored, role)  # its arguments may not have been recorded
+            values = self.b.program.tensor(step.stored, role)  # its arguments may not have been recorded
             if values is None or not values.dim() or not values.is_floating_point():
                 return None
             found.append(values.reshape(len(values), -1).double())
@@ -613,9 +615,12 @@ class Counterparts:
 
     def _chain(self, flow: Flow, number: int) -> list[int]:
         """A product, and what is added to it or multiplied with: a bias, an adapter or a scale of its own."""
-        lhs = _lhs(flow.steps[number])
+        lhs, phase = _lhs(flow.steps[number]), flow.steps[number].stored.record.phase
         found, size = [number], _size(flow.steps[number])
         while lhs is not None and len(found) < _LONGEST:
+            users = {user for user, _ in flow.users[found[-1]] if flow.goes_into(user)}
+            if len([user for user in users if flow.steps[user].stored.record.phase == phase]) > 1:
+                break  # what follows needs the product itself, too, as the formula of an activation does
             following = (
                 user
                 for user, place in flow.users[found[-1]]

@@ -114,10 +114,20 @@ class Flow:
             for step in self.steps[first:]
             if step.number in self._computed
             and self.makes_real(step)
-            and not any(
-                user in self.active and self.makes_real(self.steps[user]) for user, _ in self.users[step.number]
-            )
+            and not any(self.goes_into(user) for user, _ in self.users[step.number])
         ]
+
+    def is_end(self, number: int, region: Region) -> bool:
+        """Whether nothing reads one real result of a call, as of a generated kernel that makes several."""
+        readers = (user for user, place in self.users[number] if self._read(user, place).memory == region.memory)
+        return number in self._computed and not any(map(self.goes_into, readers))
+
+    def _read(self, number: int, place: int) -> Region:
+        return self.steps[number].inputs[place][1]
+
+    def goes_into(self, number: int) -> bool:
+        """Whether a call computes real numbers of what comes from weights and inputs."""
+        return number in self.active and self.makes_real(self.steps[number])
 
     def last_products(self) -> list[int]:
         """The products from which single numbers such as a loss are computed: logits, which tell more than these."""

@@ -192,6 +192,15 @@ class Joints:
             for each in self._by_size[math.prod(region.shape)]
         )
 
+    def has_noise(self, spread: Spread) -> bool:
+        """Whether values of A are nothing but rounding, as the gradient of the bias of keys, and B makes such, too."""
+        return any(
+            not spread.tells(each.unit)
+            and spread.ratio(self.values(each).reshape(spread.base.shape), each.unit) <= LIMIT
+            for each in self._by_size[spread.base.numel()]
+            if each.makers and not each.moments(self)[2]
+        )
+
     def find(self, spread: Spread, *, by_rows: bool = True) -> Joint | Laid | None:
         """The tensor of B with the values of A, or those of the samples that B computes, to rounding."""
         found = self._find(spread) or (self._find_rows(spread) if by_rows else None)

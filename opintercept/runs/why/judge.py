@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from opintercept._core.text import counted
+from opintercept._ops.fragment import UNKNOWN
 from opintercept._values import rounding
 from opintercept.runs.program.evaluate import Perturber
 from opintercept.runs.program.program import Program, Step
@@ -110,6 +111,7 @@ class Judge(Both):
         self.scaled_losses = False
         self._accused: dict[int, _Head] = {}
         self._blind: set[int] = set()
+        self._fused = {step.number for step in self.a.steps if step.stored.record.ops is not None}  # see `Unfused`
         self._unscaled: set[int] = set()  # last products that B may scale behind them
         self._wrong: set[int] = set()  # the calls of which B has what A does not make
         self._heads: list[_Head] = []
@@ -206,7 +208,7 @@ class Judge(Both):
                 values = unscaled(made.base, values)
                 if self._comes_to_nothing(sweep, number, values):
                     continue
-            if not made.ratio(values, end.joint.tensor.unit) <= LIMIT:
+            if not made.ratio(values, end.joint.tensor.unit) <= LIMIT and not self.joints.has_noise(made):
                 (self._unscaled if self._is_unscaled(sweep, number, end.joint) else found).add(number)
         return found
 
@@ -283,7 +285,7 @@ class Judge(Both):
             and number not in self.forced
             and bool(end.makers)
             and not {*end.makers} & known
-            and not joint.makers & {*self.b.ends}
+            and not any(self.b.is_end(maker, joint.tensor.region) for maker in joint.makers)
             and math.prod(end.region.shape) == math.prod(joint.tensor.region.shape)  # and no part, of other samples
         )
 
@@ -328,12 +330,12 @@ class Judge(Both):
                     stale -= after
                     continue
             if not (known or agrees):
-                guessed = self._guessed(accused)
-                said = Explained(None) if guessed else explained(accused)
+                guessed, unknown = self._guessed(accused), self._fused & self._around(accused)
+                said = Explained(None) if guessed or unknown else explained(accused)
                 if guessed is not None:
                     guessed.numbers.append(number)
                 elif said.cause is None:
-                    self._blind |= accused.part & sweep.blind
+                    self._blind |= accused.part & sweep.blind | unknown
                 else:
                     self.forced |= said.closed
                     self._heads.append(_Head(said.cause, [number, *said.closed], said.uniform, own))
@@ -344,10 +346,14 @@ class Judge(Both):
             again = True
         return again
 
+    def _around(self, accused: Accused) -> set[int]:
+        """The calls of a region, and those that make what it reads."""
+        return accused.part.union(*(found for each in accused.part for found in self.a.writers[each]))
+
     def _guessed(self, accused: Accused) -> _Head | None:
         """What was accused before, if a region reads it in an order that is a guess, so nothing is known."""
-        before = {writer for each in accused.part for found in self.a.writers[each] for writer in found}
-        matches = ((number, self.counterparts.match(number)) for number in sorted(before & self._accused.keys()))
+        before = self._around(accused) & self._accused.keys()
+        matches = ((number, self.counterparts.match(number)) for number in sorted(before))
         found = (self._accused[number] for number, match in matches if match is not None and match.by == "neighbours")
         return next(found, None)
 
@@ -448,6 +454,7 @@ class Judge(Both):
             rewritten=() if self.partial else self._rewritten(),  # B's other operators are not known
             loss=loss,
             notes=(*self._notes([number for number in self.a.ends if number not in paired]),),
+            unknown=tuple(place_of(self.a.steps[number]) for number in sorted(self._blind & self._fused)),
         )
 
     def _is_paired(self, number: int) -> bool:
@@ -472,6 +479,8 @@ class Judge(Both):
         ):
             if found:
                 yield f"{why}: {', '.join(dict.fromkeys(self.a.steps[each].operator for each in sorted(found)))}"
+        if self._blind & self._fused:
+            yield f"A can be the run that is not compiled; of a generated kernel, {UNKNOWN}"
         for number, count in self.last.turned.items():
             choices = f"{counted(count, 'choice')} of {place_of(self.a.steps[number])}"
             yield f"rounding turns {choices}, and B's are taken"
@@ -496,7 +505,7 @@ class Judge(Both):
             return "difference"
         if coarser:
             return "coarser"
-        if not compared:
+        if not compared or self._blind & self._fused:
             return "not compared"
         regions = [self.a.steps[number].outputs[0] for number in self.results]
         exact = all(each is None or self.joints.has_bits(self.a.program, each) for each in regions)

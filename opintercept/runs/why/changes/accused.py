@@ -64,14 +64,14 @@ class Accused:
 
     def _steps_b(self) -> list[Step]:
         """B's calls back to what A has, too."""
-        judge, known = self.judge, set[int]()
+        judge, flow, known = self.judge, self.judge.b, set[int]()
         self.before_b: list[Step] = []
         if self.found.step is None:
             return []
         for joint in (*self.sweep.joined.values(), *self.sweep.edges.values()):
             if joint.whole or joint.pieces:  # rows that happen to be the same tell too little
-                known |= joint.makers
-        flow, last = judge.b, self.found.step.number
+                known |= {each for each in joint.makers if judge.joints.made_by(flow.steps[each]) is joint.tensor}
+        last = self.found.step.number
         known -= {last} | ({*range(len(flow.steps))} - flow.active)
         found = flow.before([last], known)
         before = {writer for number in found for writers in flow.writers[number] for writer in writers - {LEAF}}
@@ -274,7 +274,7 @@ def is_whole(step: Step) -> bool:
 def off_record(program: Any, step: Step, perturber: Perturber, active: bool) -> float:
     """How far what was recorded of a call is from what it makes of its recorded operands, in units of noise."""
     region = step.outputs[0] if step.outputs else None
-    if region is None or not is_real(program, region):
+    if region is None or not is_real(program, region) or not program.has_record(step):
         return 0.0
     try:
         inputs = [in_double(program.value(each)) for _, each in step.inputs]
