@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from opintercept._core.call import OpCall
 from opintercept._core.call_site import CallSite
-from opintercept._core.record import PendingRecord
+from opintercept._core.record import PendingRecord, Phase, Summary
 
 Found = tuple[tuple[int, int, int, int, int, int, float, float], float, float, int | None, None, None]
 """What a kernel reads of a tensor: sums, minus the smallest and the largest finite value, a hash, and two Nones.
@@ -73,8 +73,8 @@ class Work(NamedTuple):
         writes: Where to write a record of each call. Then `learn` returns the number of the call's signature there.
         checker: Makes the `Checker` that checks each product. The hook's `post` is called if one is suspect, or its
             `arrived` if a device says so later.
-        keeps: Whether the hook takes the calls together, with `keep`, and looks at them later. It does so if every hook
-            of the interceptor does; otherwise each call goes to `noted`.
+        keeps: Whether the hook takes many calls together: `keep` gets a `Chunk`, and the place in it of what the hook
+            has learned. It does so if every hook of the interceptor does; otherwise each call goes to `noted`.
     """
 
     rows: bool = True
@@ -111,12 +111,46 @@ class Plan(NamedTuple):
     checker: Checker | None
 
 
+class CallKind(NamedTuple):
+    """The calls of a `Chunk` that look alike and come from one place.
+
+    Attributes:
+        summary: What their records have in common.
+        phase: Their pass.
+        call_site: Where they come from.
+        autocast: The dtype that autocast ran them in, or None.
+        learned: What the hook has learned of them.
+        read: The roles of which values were read.
+        calls: How many calls.
+        elapsed: The time of their operators on the host.
+        seconds: The same, on the device of those that were timed there.
+        idle: During how many of them a device may have waited for the host.
+    """
+
+    summary: Summary
+    phase: Phase
+    call_site: CallSite
+    autocast: Any
+    learned: Any
+    read: list[str]
+    calls: int
+    elapsed: float
+    seconds: float
+    idle: int
+
+
 class Chunk(Protocol):
-    """Calls that kernels have noted, oldest first. They take 90 bytes each, and `row` makes objects of them."""
+    """Calls that kernels have noted, oldest first. They take 100 bytes each, and `row` makes objects of them.
+
+    `kinds` makes a tuple of each `CallKind`, in the order of their first calls, for the hook of such a number. `add_up`
+    adds what was read of a role to the sums of each kind, call by call.
+    """
 
     def row(self, number: int, /) -> tuple[tuple[Any, ...], dict[str, Found], tuple[Any, ...]]: ...
     def opaque(self) -> list[tuple[Any, int]]: ...
     def size(self) -> int: ...
+    def kinds(self, hook: int, /) -> list[tuple[Any, ...]]: ...
+    def add_up(self, role: str, sums: list[Any], /) -> None: ...
 
 
 class InKernel(Protocol):

@@ -175,9 +175,9 @@ class Pipeline:
         if not isinstance(note, PendingRecord):
             for summary, calls in note.opaque():
                 self.count_opaque(summary.op, calls)
-            for handle in filter(None, (reference() for reference, _ in learned)):
-                if not handle.removed:
-                    handle.hook.keep(note)
+            for number, (reference, _) in enumerate(learned):
+                if (handle := reference()) is not None and not handle.removed:
+                    handle.hook.keep(note, number)
             return failed
         if note.summary.opaque:
             self.count_opaque(note.summary.op)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from opintercept._core.call import OpCall
-from opintercept._core.in_kernel import Found, Work
+from opintercept._core.in_kernel import CallKind, Chunk, Found, Work
 from opintercept._core.pipeline import flush
 from opintercept._core.record import PendingRecord, Timed
 from opintercept._core.tables import Cells, Table
@@ -128,7 +128,7 @@ class Profile(Copyable, Table):
     """
 
     reads = ("module", "autocast")
-    fresh: ClassVar = {"_lock": threading.RLock, "_started": PerCall, "_pending": deque, "_pool": list}
+    fresh: ClassVar = {"_lock": threading.RLock, "_started": PerCall, "_pending": deque, "_pool": list, "_kept": deque}
     _row = ProfileRow
 
     def __init__(self) -> None:
@@ -138,6 +138,7 @@ class Profile(Copyable, Table):
         self._started: PerCall[Any] = PerCall()  # an event, on CUDA
         self._pending: deque[_Pending] = deque()
         self._pool: list[Any] = []
+        self._kept: deque[CallKind] = deque()  # of noted calls that are not in the sums yet
 
     def pre(self, call: OpCall) -> None:
         """Record the first event of a call on CUDA."""
@@ -166,7 +167,7 @@ class Profile(Copyable, Table):
 
     def work(self) -> Work:
         """Kernels measure the time, on devices by the same events."""
-        return Work(settings=True, times=True)
+        return Work(settings=True, times=True, keeps=True)
 
     def learn(self, call: OpCall) -> _Learned:
         """What a row tells of all calls that look like this one."""
@@ -179,16 +180,32 @@ class Profile(Copyable, Table):
         key = (note.call_site.module, note.summary.op, shape, dtype, note.phase, note.autocast_name, precision)
         self._add(key, flops, size, *(note.timed or (note.elapsed or 0.0,)))
 
-    def _add(self, key: _Key, flops: int | None, size: int | None, seconds: float, idle: bool = False) -> None:
+    def keep(self, calls: Chunk, number: int) -> None:
+        """Add calls that kernels have noted."""
+        self._kept.extend([*map(CallKind._make, calls.kinds(number))])
+        self._add_kept()
+
+    def _add_kept(self) -> None:
+        while True:
+            try:
+                kind = self._kept.popleft()
+            except IndexError:  # none is left, or another thread or a signal handler took the last one
+                return
+            shape, dtype, precision, flops, size = kind.learned
+            cast = None if kind.autocast is None else dtype_name(kind.autocast)
+            key = (kind.call_site.module, kind.summary.op, shape, dtype, kind.phase, cast, precision)
+            self._add(key, flops, size, kind.seconds, kind.idle, kind.calls)
+
+    def _add(self, key: _Key, flops: int | None, size: int | None, seconds: float, idle: int = 0, of: int = 1) -> None:
         with self._lock:
             if key not in self._sums:
                 self._sums[key] = _NOTHING
             # No function is called from here on, so no signal handler can add to the row in between.
             calls, all_flops, all_bytes, all_seconds, all_idle = self._sums[key]
             self._sums[key] = (
-                calls + 1,
-                None if flops is None or all_flops is None else all_flops + flops,
-                None if size is None or all_bytes is None else all_bytes + size,
+                calls + of,
+                None if flops is None or all_flops is None else all_flops + flops * of,
+                None if size is None or all_bytes is None else all_bytes + size * of,
                 all_seconds + seconds,
                 all_idle + idle,
             )
@@ -205,22 +222,24 @@ class Profile(Copyable, Table):
         event.record()
         return event
 
-    def _read_events(self) -> None:
-        for _ in range(len(self._pending)):
-            try:
-                pending = self._pending.popleft()
-            except IndexError:  # a signal handler has read the rest
-                return
-            self._add(pending.key, pending.flops, pending.bytes, *pending.timed.found())
+    def _settle(self) -> None:
+        flush()
+        self._add_kept()  # what an interrupt has left
+        with self._lock:
+            for _ in range(len(self._pending)):
+                try:
+                    pending = self._pending.popleft()
+                except IndexError:  # a signal handler has read the rest
+                    return
+                self._add(pending.key, pending.flops, pending.bytes, *pending.timed.found())
 
     def _held(self) -> str:
         return counted(len(self._sums), "row")
 
     def rows(self) -> list[ProfileRow]:
         """The rows in the order of their first calls; waits for the device."""
-        flush()
+        self._settle()
         with self._lock:
-            self._read_events()
             sums = list(self._sums.items())
         return [ProfileRow(*key, *total) for key, total in sums if total[0]]
 
@@ -280,9 +299,8 @@ class Profile(Copyable, Table):
         return list(dict.fromkeys(findings))
 
     def __getstate__(self) -> dict[str, Any]:
-        flush()
+        self._settle()  # events cannot leave the process
         with self._lock:
-            self._read_events()  # events cannot leave the process
             return super().__getstate__()
 
     def to_csv(self, path: str | PathLike[str]) -> None:

@@ -50,7 +50,7 @@ class Recorder(Held, Frames):
         """Keep the note of a call that a kernel has noted."""
         self._notes.append(note)
 
-    def keep(self, calls: Chunk) -> None:
+    def keep(self, calls: Chunk, number: int) -> None:
         """Keep calls that kernels have noted."""
         self._notes.append((calls, 0))
 

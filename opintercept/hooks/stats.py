@@ -14,7 +14,7 @@ import torch
 from opintercept._core.call import OpCall
 from opintercept._core.checks import check_choice
 from opintercept._core.errors import HookError, OpInterceptError
-from opintercept._core.in_kernel import Found, Work
+from opintercept._core.in_kernel import CallKind, Chunk, Found, Work
 from opintercept._core.pipeline import flush, keep
 from opintercept._core.record import PendingRecord
 from opintercept._core.tables import Cells, Table
@@ -37,6 +37,8 @@ WAITING = 1 << 20
 """How many values may wait."""
 NOTED = 1 << 10
 """How many entries without tensors are moved into the state together."""
+KEPT = 1 << 13
+"""How many calls that kernels have noted are. To copy the cells for it costs more than to add to them."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # other subclasses may lack the operators that read many tensors at once
 
@@ -96,6 +98,9 @@ class _Key(NamedTuple):
     phase: str
 
 
+_NO_KEY = _Key(None, "", "", "")
+
+
 class _Addition(NamedTuple):
     """What one tensor adds to its row: a cell, sums, small values that wait for others of their size, or late sums."""
 
@@ -104,6 +109,9 @@ class _Addition(NamedTuple):
     values: torch.Tensor | None = None
     read: Read | None = None
     late: LateSums | None = None
+
+    calls: Chunk | None = None
+    number: int = 0  # of the hook to these
 
     def of(self, lot: Lot) -> _Addition:
         """The same of another replay of the graph that computes the sums."""
@@ -187,6 +195,7 @@ class Stats(Copyable, Table):
         self._widths: dict[_Key, int] = {}
         # A call only appends an entry, which takes no lock. `_settle` moves the entries into the state.
         self._inbox: list[_Addition] = []
+        self._kept = 0  # calls in it that kernels have noted, or near it
         self._state = _AllSums({}, 0, {}, {}, [])
         self._lots = Lots()
         # Reentrant, since a signal handler or a finalizer may call the hook from anywhere in the same thread.
@@ -208,7 +217,7 @@ class Stats(Copyable, Table):
         """Kernels read the values, unless powers or channels are to be counted."""
         if self._reader.histogram or self._channels is not None:
             return None
-        return Work(reads=self._of, target=self._reader.limits)
+        return Work(reads=self._of, target=self._reader.limits, keeps=True)
 
     def learn(self, call: OpCall) -> str:
         """The operator."""
@@ -221,6 +230,11 @@ class Stats(Copyable, Table):
             if found is not None:
                 key = _Key(note.call_site.module, learned, operand, note.phase)
                 self._add(_Addition(key, read=found[:3]), NOTED)
+
+    def keep(self, calls: Chunk, number: int) -> None:
+        """Keep calls that kernels have noted, to be added up."""
+        self._kept += calls.size()
+        self._add(_Addition(_NO_KEY, calls=calls, number=number), NOTED if self._kept < KEPT else 1)
 
     def _see(self, call: OpCall, operand: str, tensor: Any) -> None:
         if tensor is None:
@@ -319,6 +333,7 @@ class Stats(Copyable, Table):
                 if self._state is old:
                     self._state = new
                     del self._inbox[:count]
+                    self._kept = 0
                     self.skipped += unread
                     return settled
 
@@ -329,6 +344,9 @@ class Stats(Copyable, Table):
         sizes: dict[int, list[_Addition]] = {}
         late: list[_Addition] = []
         for entry in (*old.late, *entries):
+            if entry.calls is not None:
+                self._add_up(entry.calls, entry.number, old.window, cells)
+                continue
             # Devices finish in the order of the calls, so that nothing is at hand after what is not.
             waits = entry.late is not None and bool(late or not (everything or entry.late.at_hand))
             if waits:
@@ -363,6 +381,16 @@ class Stats(Copyable, Table):
             for cell in cells.values():
                 cell.read()
         return _AllSums(waiting, held, old.window | cells, old.totals, late), unread
+
+    def _add_up(self, calls: Chunk, number: int, window: dict[_Key, Cell], cells: dict[_Key, Cell]) -> None:
+        """Add calls that kernels have noted."""
+        sums: dict[str, list[Cell | None]] = {operand: [] for operand in self._of}
+        for kind in map(CallKind._make, calls.kinds(number)):
+            for operand in self._of:
+                key = _Key(kind.call_site.module, kind.learned, operand, kind.phase)
+                sums[operand].append(_own(cells, window, key) if operand in kind.read else None)
+        for operand, of_kinds in sums.items():
+            calls.add_up(operand, of_kinds)
 
     def _read_lot(self, lot: list[_Addition], window: dict[_Key, Cell], cells: dict[_Key, Cell]) -> int:
         """Add entries that have waited; return how many could not be read."""

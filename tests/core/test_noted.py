@@ -125,6 +125,32 @@ def test_runs_have_equal_calls(tmp_path: Path, tensors: Any) -> None:
     assert calls("compiled") == calls("kernel")
 
 
+@pytest.mark.parametrize("ops", ["matmul", "all"])
+def test_calls_that_are_taken_together_add_up_to_the_last_bit(ops: str) -> None:
+    def rows(*beside: Any) -> list[Any]:
+        torch.manual_seed(3)
+        model, values = Model(), torch.randn(40, 2, 4)
+        values[7, 1, 2], values[30, 0, 0], values[11] = torch.nan, torch.inf, 1e-30
+        stats = hooks.Stats(("lhs", "rhs", "output"), for_dtype=torch.float8_e4m3fn)
+        with intercept([stats, *beside], ops=ops, engine="compiled"):
+            for number, each in enumerate(values):
+                model(each).sum().backward()
+                if number % 9 == 0:
+                    stats.rows()
+        return stats.rows()
+
+    assert repr(rows()) == repr(rows(Noting(lambda note: None)))  # repr, since NaN is not equal to itself
+
+
+@pytest.mark.parametrize("kind", [hooks.Stats, hooks.Profile])
+def test_hooks_take_noted_calls_together(kind: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kind, "noted", None)
+    hook = kind()
+    with intercept([hook, hooks.Recorder()], engine="compiled"):
+        multiply(3 * MOST)
+    assert [row.calls for row in hook.rows()] == [3 * MOST]
+
+
 def test_every_hook_gets_its_rows_beside_others() -> None:
     alone, beside, stats = hooks.Recorder(), hooks.Recorder(), hooks.Stats(for_dtype=torch.float16)
     program("kernel", alone)

@@ -923,6 +923,7 @@ bool opintercept::ran_noted(
     part.row.backward = call.backward;
     part.row.forward = part.row.grad_of = -1;
     part.row.place = UNKNOWN;
+    part.row.timed = -1;
     if (call.backward ? part.plan().links && !call.find_forward(part) : part.plan().places && !call.find_place(part)) {
       return false;
     }

@@ -34,8 +34,10 @@ struct Row {
   int64_t thread; // the operating system's number
   double elapsed;
   device::Timing timing; // owned, if it is open
+  double timed; // seconds on the device, once they are known; -1 for none
   uint32_t look, place; // what `Ring` remembers
   bool backward;
+  bool idle; // of the device that was timed, see `device::Timing`
   int8_t grad_of; // -1, 0 for lhs, 1 for rhs
 };
 

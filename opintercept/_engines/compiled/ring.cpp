@@ -345,14 +345,12 @@ PyObject *role_names[ROLES], *forward_name, *backward_name;
 namespace {
 
 // ((summary, index, step, phase, place, forward, grad_of, autocast, started, thread, elapsed, timed), values by role,
-// learned). Waits for the device that times the call.
+// learned)
 PyObject* in_python(
-    const Plan& plan, Row row, const std::array<Values, ROLES>& values, PyObject* look, PyObject* place) {
+    const Plan& plan, const Row& row, const std::array<Values, ROLES>& values, PyObject* look, PyObject* place) {
   THPObjectPtr look_owned(look), place_owned(place), found(PyDict_New()), timed(Py_NewRef(Py_None));
-  if (row.timing.is_open()) {
-    PyObject* idle = row.timing.idle ? Py_True : Py_False;
-    const double seconds = unlocked([&] { return device::wait_for(row.timing); });
-    timed = Py_BuildValue("(dO)", seconds, idle);
+  if (row.timed >= 0) {
+    timed = Py_BuildValue("(dO)", row.timed, row.idle ? Py_True : Py_False);
   }
   if (found.get() == nullptr) {
     return nullptr;
@@ -384,12 +382,20 @@ PyObject* in_python(
       PyTuple_GET_ITEM(look, 2)); // learned
 }
 
-// Waits for the device that reads some values, without the interpreter's lock.
-void settle(std::array<Values, ROLES>& values) {
+void settle_time(Row& row) {
+  if (row.timing.is_open()) {
+    row.idle = row.timing.idle;
+    row.timed = device::wait_for(row.timing);
+  }
+}
+
+// Waits for the device that reads some values or times the call, without the interpreter's lock.
+void settle(Row& row, std::array<Values, ROLES>& values) {
   auto waits = [](const Values& each) { return each.pending.is_open(); };
-  if (std::any_of(values.begin(), values.end(), waits)) {
+  if (row.timing.is_open() || std::any_of(values.begin(), values.end(), waits)) {
     Unlocked others(true);
     std::for_each(values.begin(), values.end(), [](Values& each) { each.settle(); });
+    settle_time(row);
   }
 }
 
@@ -429,9 +435,7 @@ PyObject* Ring::take(bool waits) {
     first = (first + 1) % CAPACITY;
     filled--;
   }
-  if (known->plan->reads_any()) {
-    settle(values);
-  }
+  settle(row, values);
   return in_python(*known->plan, row, values, look, place);
 }
 
@@ -512,48 +516,99 @@ PyObject* Ring::take_odd(bool waits) {
   }
 }
 
-Chunk::~Chunk() {
-  for (size_t i = 0; known != nullptr && i < size(); i++) {
-    drop_row(*known->plan, rows.data() + i * stride(*known->plan));
+PyObject* Ring::take_all(bool waits) {
+  THPObjectPtr made(check(PyObject_CallNoArgs(reinterpret_cast<PyObject*>(&Wrapped<Chunk>::type))));
+  GenerationPtr known;
+  std::vector<char> rows;
+  {
+    std::lock_guard lock(mutex);
+    const Plan* plan = filled == 0 ? nullptr : generation->plan.get();
+    const size_t size = filled == 0 ? 0 : stride(*plan);
+    size_t count = waits ? filled : 0;
+    while (count < filled && has_arrived(*plan, slots.get() + (first + count) % CAPACITY * size)) {
+      count++;
+    }
+    if (count == 0) {
+      Py_RETURN_NONE;
+    }
+    known = generation;
+    const size_t before_end = std::min(count, CAPACITY - first);
+    rows.reserve(count * size);
+    const char* from = slots.get();
+    rows.insert(rows.end(), from + first * size, from + (first + before_end) * size);
+    rows.insert(rows.end(), from, from + (count - before_end) * size);
+    first = (first + count) % CAPACITY;
+    filled -= count;
+  }
+  Wrapped<Chunk>::of(made.get())->fill(std::move(known), std::move(rows));
+  return made.release();
+}
+
+static void release(std::optional<Unlocked>& others) {
+  if (!others) {
+    others.emplace(true);
   }
 }
 
-PyObject* Ring::take_all() {
-  THPObjectPtr made(check(PyObject_CallNoArgs(reinterpret_cast<PyObject*>(&Wrapped<Chunk>::type))));
-  Chunk& chunk = *Wrapped<Chunk>::of(made.get());
-  std::lock_guard lock(mutex);
-  if (filled == 0) {
-    Py_RETURN_NONE;
+void Chunk::fill(GenerationPtr of, std::vector<char> taken) {
+  known = std::move(of);
+  rows = std::move(taken);
+  const Plan& plan = *known->plan;
+  std::optional<Unlocked> others; // from the first call on that a device may still have to do with
+  std::unordered_map<uint64_t, uint32_t> numbers;
+  for (size_t i = 0; i < size(); i++) {
+    char* at = rows.data() + i * stride(plan);
+    Row row;
+    std::memcpy(&row, at, sizeof row);
+    if (row.timing.is_open()) {
+      release(others);
+      settle_time(row);
+      std::memcpy(at, &row, sizeof row);
+    }
+    // A look is one of `Ring::MOST`.
+    const uint64_t key = static_cast<uint64_t>(row.look) << 33 | static_cast<uint64_t>(row.place) << 1 | row.backward;
+    auto [found, fresh] = numbers.try_emplace(key, static_cast<uint32_t>(by_kind.size()));
+    if (fresh) {
+      by_kind.push_back({i});
+    }
+    kind_of.push_back(found->second);
+    Kind& kind = by_kind[found->second];
+    kind.calls++;
+    kind.elapsed += row.elapsed;
+    kind.seconds += row.timed >= 0 ? row.timed : row.elapsed;
+    kind.idle += row.idle;
+    size_t role = 0;
+    each_values(plan, at, [&](Values& values) {
+      if (values.pending.is_open()) {
+        release(others);
+        values.settle();
+      }
+      for (; !plan.reads[role]; role++) {}
+      kind.read[role] = kind.read[role] || values.known;
+      role++;
+    });
   }
-  chunk.known = generation;
-  size_t size = stride(*generation->plan), before_end = std::min(filled, CAPACITY - first);
-  chunk.rows.reserve(filled * size);
-  const char* from = slots.get();
-  chunk.rows.insert(chunk.rows.end(), from + first * size, from + (first + before_end) * size);
-  chunk.rows.insert(chunk.rows.end(), from, from + (filled - before_end) * size);
-  first = filled = 0;
-  return made.release();
 }
 
 size_t Chunk::size() const {
   return rows.size() / stride(*known->plan);
 }
 
-PyObject* Chunk::row(size_t number) {
+PyObject* Chunk::row(size_t number) const {
   std::array<Values, ROLES> values;
-  char* at = rows.data() + number * stride(*known->plan);
-  each_values(*known->plan, at, [](Values& each) { each.settle(); }); // with the lock, since others may ask for it, too
-  Row row = read_row(*known->plan, at, values);
-  PyObject* place = row.place == UNKNOWN ? Ring::nowhere : known->places[row.place];
-  return in_python(*known->plan, row, values, Py_NewRef(known->looks[row.look]), Py_NewRef(place));
+  Row row = read_row(*known->plan, rows.data() + number * stride(*known->plan), values);
+  PyObject* look = Py_NewRef(known->looks[row.look]);
+  return in_python(*known->plan, row, values, look, Py_NewRef(place_of(row)));
+}
+
+PyObject* Chunk::place_of(const Row& row) const {
+  return row.place == UNKNOWN ? Ring::nowhere : known->places[row.place];
 }
 
 PyObject* Chunk::opaque() const { // of those whose `summary.opaque` is true
   std::vector<long> counts(known->looks.size());
-  for (size_t i = 0; i < size(); i++) {
-    Row row;
-    std::memcpy(&row, rows.data() + i * stride(*known->plan), sizeof row);
-    counts[row.look]++;
+  for (const Kind& kind : by_kind) {
+    counts[first_of(kind).look] += kind.calls;
   }
   THPObjectPtr found(check(PyList_New(0)));
   for (size_t look = 0; look < counts.size(); look++) {
@@ -572,9 +627,137 @@ PyObject* Chunk::opaque() const { // of those whose `summary.opaque` is true
   return found.release();
 }
 
+Row Chunk::first_of(const Kind& kind) const {
+  Row row;
+  std::memcpy(&row, rows.data() + kind.first * stride(*known->plan), sizeof row);
+  return row;
+}
+
+PyObject* Chunk::kinds(Py_ssize_t hook) const {
+  THPObjectPtr found(check(PyList_New(0)));
+  for (const Kind& kind : by_kind) {
+    const Row row = first_of(kind);
+    PyObject *look = known->looks[row.look], *learned = PyTuple_GET_ITEM(look, 2);
+    if (hook < 0 || hook >= PyTuple_GET_SIZE(learned)) {
+      PyErr_SetString(PyExc_IndexError, "nothing was learned for such a hook");
+      return nullptr;
+    }
+    THPObjectPtr roles(check(PyList_New(0)));
+    for (size_t role = 0; role < ROLES; role++) {
+      if (kind.read[role] && PyList_Append(roles.get(), role_names[role]) < 0) {
+        return nullptr;
+      }
+    }
+    THPObjectPtr each(check(Py_BuildValue(
+        "(OOOOOOlddl)",
+        PyTuple_GET_ITEM(look, 0), // summary
+        row.backward ? backward_name : forward_name,
+        place_of(row),
+        PyTuple_GET_ITEM(look, 1), // autocast
+        PyTuple_GET_ITEM(PyTuple_GET_ITEM(learned, hook), 1),
+        roles.get(),
+        kind.calls,
+        kind.elapsed,
+        kind.seconds,
+        kind.idle)));
+    if (PyList_Append(found.get(), each.get()) < 0) {
+      return nullptr;
+    }
+  }
+  return found.release();
+}
+
+namespace {
+
+// The attributes of a `_values.sums.Cell`.
+enum {
+  CALLS,
+  COUNT,
+  FINITE,
+  NAN_VALUES,
+  NONZERO,
+  UNDERFLOW_VALUES,
+  OVERFLOW_VALUES,
+  TOTAL,
+  SPREAD,
+  LOW,
+  HIGH,
+  ATTRIBUTES
+};
+constexpr const char* ATTRIBUTE_NAMES[ATTRIBUTES] = {
+    "calls", "count", "finite", "nan", "nonzero", "underflow", "overflow", "total", "spread", "low", "high"};
+using Cell = std::array<double, ATTRIBUTES>;
+
+void add(Cell& cell, const Sums& sums) { // as `_values.stats.Sums.add`
+  const auto finite = static_cast<double>(sums.finite);
+  cell[SPREAD] += sums.spread;
+  if (finite != 0 && cell[FINITE] != 0) {
+    const double apart = cell[TOTAL] / cell[FINITE] - sums.total / finite;
+    cell[SPREAD] += apart * apart * (cell[FINITE] * finite / (cell[FINITE] + finite));
+  }
+  cell[CALLS]++;
+  cell[COUNT] += static_cast<double>(sums.count);
+  cell[FINITE] += finite;
+  cell[NAN_VALUES] += static_cast<double>(sums.nan);
+  cell[NONZERO] += static_cast<double>(sums.count - sums.zeros);
+  cell[UNDERFLOW_VALUES] += static_cast<double>(sums.underflow);
+  cell[OVERFLOW_VALUES] += static_cast<double>(sums.overflow);
+  cell[TOTAL] += sums.total;
+  cell[LOW] = sums.low < cell[LOW] ? sums.low : cell[LOW];
+  cell[HIGH] = sums.high > cell[HIGH] ? sums.high : cell[HIGH];
+}
+
+} // namespace
+
+bool Chunk::add_up(size_t role, PyObject* cells) const {
+  std::array<THPObjectPtr, ATTRIBUTES> names;
+  for (size_t i = 0; i < ATTRIBUTES; i++) {
+    names[i] = check(PyUnicode_InternFromString(ATTRIBUTE_NAMES[i]));
+  }
+  std::unordered_map<PyObject*, Cell> by_cell; // calls of several kinds may have the same one
+  std::vector<Cell*> of_kind;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(cells); i++) {
+    PyObject* object = PyList_GET_ITEM(cells, i);
+    Cell* cell = nullptr;
+    if (object != Py_None) {
+      auto [found, fresh] = by_cell.try_emplace(object);
+      cell = &found->second;
+      for (size_t each = 0; fresh && each < ATTRIBUTES; each++) {
+        (*cell)[each] = PyFloat_AsDouble(THPObjectPtr(check(PyObject_GetAttr(object, names[each]))).get());
+      }
+    }
+    of_kind.push_back(cell);
+  }
+  if (PyErr_Occurred()) {
+    return false;
+  }
+  if (of_kind.size() != by_kind.size()) {
+    PyErr_SetString(PyExc_ValueError, "each kind of call needs a cell, or None");
+    return false;
+  }
+  const Plan& plan = *known->plan;
+  const size_t before = static_cast<size_t>(std::count(plan.reads.begin(), plan.reads.begin() + role, true));
+  for (size_t i = 0; plan.reads[role] && i < size(); i++) {
+    Values values;
+    std::memcpy(&values, rows.data() + i * stride(plan) + sizeof(Row) + before * sizeof values, sizeof values);
+    if (Cell* cell = of_kind[kind_of[i]]; cell != nullptr && values.known) {
+      add(*cell, values.sums);
+    }
+  }
+  for (auto& [object, cell] : by_cell) {
+    for (size_t each = 0; each < ATTRIBUTES; each++) {
+      const double number = cell[each];
+      THPObjectPtr value(check(each == CALLS ? PyLong_FromDouble(number) : PyFloat_FromDouble(number)));
+      if (PyObject_SetAttr(object, names[each], value.get()) < 0) {
+        return false;
+      }
+    }
+  }
+  return true;
+}
+
 PyObject* Ring::as_python(
-    const GenerationPtr& known, const std::string& key, const Row& row, std::array<Values, ROLES>& values) {
-  settle(values);
+    const GenerationPtr& known, const std::string& key, Row& row, std::array<Values, ROLES>& values) {
   PyObject *look, *place;
   {
     std::lock_guard lock(mutex);
@@ -585,6 +768,7 @@ PyObject* Ring::as_python(
     look = Py_NewRef(known->looks[found->second]);
     place = Py_NewRef(row.place == UNKNOWN ? nowhere : known->places[row.place]);
   }
+  settle(row, values);
   return in_python(*known->plan, row, values, look, place);
 }
 
@@ -691,8 +875,9 @@ PyObject* take(PyObject* self, PyObject* waits) {
   return ring_of(self)->take(waits == Py_True);
 }
 
-PyObject* take_all(PyObject* self, PyObject*) {
-  return ring_of(self)->take_all();
+// take_all(whether to wait for a device)
+PyObject* take_all(PyObject* self, PyObject* waits) {
+  return ring_of(self)->take_all(waits == Py_True);
 }
 
 // has_odd(whether any call that has not been judged counts)
@@ -725,7 +910,7 @@ PyMethodDef ring_methods[] = {
     {"sink", sink, METH_NOARGS, nullptr},
     {"checker", checker, METH_NOARGS, nullptr},
     {"take", take, METH_O, nullptr},
-    {"take_all", take_all, METH_NOARGS, nullptr},
+    {"take_all", take_all, METH_O, nullptr},
     {"has_odd", has_odd, METH_O, nullptr},
     {"take_odd", take_odd, METH_O, nullptr},
     {"empty", empty, METH_NOARGS, nullptr},
@@ -750,10 +935,39 @@ PyObject* chunk_size(PyObject* self, PyObject*) {
   return PyLong_FromSize_t(Wrapped<Chunk>::of(self)->size());
 }
 
+// kinds(number of the hook) -> a list of `_core.in_kernel.CallKind`
+PyObject* chunk_kinds(PyObject* self, PyObject* hook) {
+  const Py_ssize_t number = PyLong_AsSsize_t(hook);
+  return PyErr_Occurred() ? nullptr : Wrapped<Chunk>::of(self)->kinds(number);
+}
+
+// add_up(role, list of a cell or None for each kind)
+PyObject* chunk_add_up(PyObject* self, PyObject* args) {
+  const char* name;
+  PyObject* cells;
+  if (!PyArg_ParseTuple(args, "sO!", &name, &PyList_Type, &cells)) {
+    return nullptr;
+  }
+  const auto* role =
+      std::find_if(ROLE_NAMES, ROLE_NAMES + ROLES, [&](const char* each) { return !strcmp(each, name); });
+  if (role == ROLE_NAMES + ROLES) {
+    PyErr_SetString(PyExc_ValueError, "no such role");
+    return nullptr;
+  }
+  try {
+    return Wrapped<Chunk>::of(self)->add_up(role - ROLE_NAMES, cells) ? Py_NewRef(Py_None) : nullptr;
+  } catch (...) {
+    set_error(std::current_exception());
+    return nullptr;
+  }
+}
+
 PyMethodDef chunk_methods[] = {
     {"row", chunk_row, METH_O, nullptr},
     {"opaque", chunk_opaque, METH_NOARGS, nullptr},
     {"size", chunk_size, METH_NOARGS, nullptr},
+    {"kinds", chunk_kinds, METH_O, nullptr},
+    {"add_up", chunk_add_up, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -171,10 +171,10 @@ class Ring {
   bool set_plan(std::shared_ptr<const Plan> fresh); // false if there are rows
   // The oldest row in Python's terms; None if there is none, or if a device still reads its values and this may not wait.
   PyObject* take(bool waits);
-  PyObject* take_all(); // all rows as one object of Python, a `Chunk`; None if there are none
+  // All rows as one object of Python, a `Chunk`; None if there are none. Likewise, but for those behind such a row.
+  PyObject* take_all(bool waits);
   // The same of a row that is not in the ring; null without an exception if it is not known how the call looks.
-  PyObject* as_python(
-      const GenerationPtr& known, const std::string& key, const Row& row, std::array<Values, ROLES>& values);
+  PyObject* as_python(const GenerationPtr& known, const std::string& key, Row& row, std::array<Values, ROLES>& values);
   bool empty();
   PyObject* pipeline = nullptr; // a weak reference to the pipeline of this ring
   void forget_parent(); // in a forked child
@@ -204,18 +204,36 @@ class Ring {
   std::deque<Unjudged> unjudged;
 };
 
-// Rows that were taken together, to be made objects of Python when somebody asks for them.
-struct Chunk {
-  GenerationPtr known;
-  std::vector<char> rows;
-
+// Rows that were taken together, to be made objects of Python when somebody asks for them. No device reads their values
+// any more.
+class Chunk {
+ public:
   Chunk() = default;
   Chunk(const Chunk&) = delete;
   Chunk& operator=(const Chunk&) = delete;
-  ~Chunk();
+  void fill(GenerationPtr of, std::vector<char> taken);
   size_t size() const;
-  PyObject* row(size_t number); // as `Ring::take`
+  PyObject* row(size_t number) const; // as `Ring::take`
   PyObject* opaque() const; // a list of the summary and the number of calls of each signature that is opaque
+  PyObject* kinds(Py_ssize_t hook) const; // see `_core.in_kernel.CallKind`
+  // Adds what was read of a role to the `_values.sums.Cell` of each row's kind, in their order. False with an exception.
+  bool add_up(size_t role, PyObject* cells) const;
+
+ private:
+  struct Kind { // of calls that look alike and come from one place
+    size_t first; // row
+    long calls = 0, idle = 0;
+    double elapsed = 0, seconds = 0;
+    std::array<bool, ROLES> read{};
+  };
+
+  Row first_of(const Kind& kind) const;
+  PyObject* place_of(const Row& row) const; // borrowed
+
+  GenerationPtr known;
+  std::vector<char> rows;
+  std::vector<Kind> by_kind;
+  std::vector<uint32_t> kind_of; // each row
 };
 
 // The ring of a Python object of its type; null for another object.

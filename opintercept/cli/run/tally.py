@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TextIO
 
-from opintercept._core.in_kernel import Work
+from opintercept._core.in_kernel import CallKind, Chunk, Work
 from opintercept._core.text import amount, counted
 from opintercept.cli.terminal.progress import EVERY, StatusLine
 
@@ -39,7 +39,7 @@ class Tally:
 
     def work(self) -> Work:
         """Kernels note the calls."""
-        return Work()
+        return Work(keeps=True)
 
     def learn(self, call: OpCall) -> int:
         """The floating-point operations of all calls that look like this one."""
@@ -52,10 +52,15 @@ class Tally:
         """Count a call that a kernel has noted."""
         self._add(learned, note.elapsed)
 
-    def _add(self, flops: int, seconds: float | None) -> None:
+    def keep(self, calls: Chunk, number: int) -> None:
+        """Count calls that kernels have noted."""
+        for kind in map(CallKind._make, calls.kinds(number)):
+            self._add(kind.learned, kind.elapsed, kind.calls)
+
+    def _add(self, flops: int, seconds: float | None, calls: int = 1) -> None:
         with self._lock:
-            self.calls += 1
-            self.flops += flops
+            self.calls += calls
+            self.flops += flops * calls
             self.seconds += seconds or 0.0
         self.line.show(lambda: f"opintercept: {self}")
 
