@@ -106,10 +106,10 @@ struct EndsCall {
 
 // A call in one ring.
 struct Part {
-  Ring* ring;
+  Ring* ring = nullptr;
   GenerationPtr known; // with which the call began
-  bool noted; // whether the call becomes a row
-  bool rows; // whether the call is described, for a row or a line
+  bool noted = false; // whether the call becomes a row
+  bool rows = false; // whether the call is described, for a row or a line
   Row row{};
   std::unique_ptr<Checked> checked; // what the output should be; null if the call is not checked
   std::unique_ptr<PyObject, EndsCall> begun; // the call, if its hooks have seen it before it ran
@@ -870,8 +870,11 @@ bool opintercept::ran_noted(
     times = times || plan.times;
     finite = finite || plan.finite;
     at_once = at_once || (plan.finite && !plan.later);
-    call.parts.push_back(
-        Part{ring, std::move(known), noted, noted || plan.writes != nullptr, {}, nullptr, nullptr, false, {}, {}});
+    Part& part = call.parts.emplace_back(); // in place, since the room for values is large
+    part.ring = ring;
+    part.noted = noted;
+    part.rows = noted || plan.writes != nullptr;
+    part.known = std::move(known);
   }
   const bool in_function = links && !recording && !call.backward &&
       !c10::AutogradState::get_tls_state().get_fw_grad_mode() && !c10::InferenceMode::is_enabled();

@@ -276,7 +276,7 @@ bool describe(const at::Tensor& tensor, bool hashed, Job& job, int64_t& repeats)
     return false;
   }
   using Dim = std::pair<int64_t, int64_t>; // size and stride
-  std::vector<Dim> dims;
+  c10::SmallVector<Dim, 8> dims; // allocates nothing, as this is the path of each call
   for (int64_t d = 0; d < tensor.dim(); d++) {
     dims.emplace_back(tensor.size(d), tensor.stride(d));
   }
@@ -286,16 +286,20 @@ bool describe(const at::Tensor& tensor, bool hashed, Job& job, int64_t& repeats)
   if (job.swapped) {
     std::swap(dims[0], dims[1]);
   } else if (!hashed) { // each value once, in the order of memory
-    std::erase_if(dims, [&](const Dim& dim) {
+    auto left = std::remove_if(dims.begin(), dims.end(), [&](const Dim& dim) {
       repeats *= dim.second == 0 ? dim.first : 1;
       return dim.second == 0;
     });
-    std::stable_sort(dims.begin(), dims.end(), [](const Dim& a, const Dim& b) { return a.second > b.second; });
+    dims.erase(left, dims.end());
+    auto is_before = [](const Dim& a, const Dim& b) { return a.second > b.second; };
+    if (!std::is_sorted(dims.begin(), dims.end(), is_before)) { // seldom, and to sort allocates
+      std::stable_sort(dims.begin(), dims.end(), is_before);
+    }
   }
   if (dims.empty()) {
     dims.emplace_back(1, 1);
   }
-  std::vector<Dim> joined;
+  c10::SmallVector<Dim, 8> joined;
   for (size_t d = 0; d < dims.size(); d++) {
     const bool is_last = d + 1 == dims.size(), apart = is_last && hashed; // the columns of the hash stay by themselves
     if (!joined.empty() && !apart && joined.back().second == dims[d].first * dims[d].second) {

@@ -7,6 +7,7 @@
 #include "../vectors/read_values.h"
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -73,8 +74,8 @@ class Launch {
   bool launch(void* scratch, uint64_t mark, void* stream);
 
   std::unique_ptr<Jobs> jobs;
-  std::vector<Pending*> wanted;
-  std::vector<std::optional<Version>> lasting; // beside them
+  c10::SmallVector<Pending*, 6> wanted;
+  c10::SmallVector<std::optional<Version>, 6> lasting; // beside them
   c10::Device device{c10::DeviceType::CPU};
 };
 
