@@ -34,6 +34,7 @@ from opintercept._engines.dynamo import keep_out
 from opintercept._engines.overloads import Overloads
 from opintercept._engines.quiet import has_forked_tasks, native_threads, run_if_quiet
 from opintercept._engines.scope import KEY, UNKNOWN, Watch, state, take
+from opintercept._native.layout import UNREAL
 from opintercept._ops.generated import GeneratedKernel
 from opintercept._ops.select import PRODUCTS
 from opintercept._ops.table import OWN, ROWS, row_of
@@ -51,19 +52,6 @@ _get_scope: Any = _scope.get
 _stash: Any = _scope.stash
 
 _BELOW: Any = None if _key is None or _full_after is None else _full_after(_key.BackendSelect)
-
-# Hooks do not run for calls with these keys. Their tensors have shapes only (meta, and fake tensors, which are meta
-# below), or are wrappers that another key takes apart before it calls the operator again with plain tensors.
-_UNREAL = (
-    "Meta",
-    "Functionalize",
-    "FuncTorchBatched",
-    "FuncTorchGradWrapper",
-    "FuncTorchVmapMode",
-    "FuncTorchDynamicLayerFrontMode",
-    "FuncTorchDynamicLayerBackMode",
-    "PythonTLSSnapshot",
-)
 
 # From what these return torch makes objects of subclasses, such as a `Parameter`, and a tensor that is an object of
 # Python already is refused there. A kernel in Python cannot return another.
@@ -410,7 +398,7 @@ def _why_not(overload: torch._ops.OpOverload) -> str | None:
 def _descend(keyset: Any) -> tuple[Any, bool]:
     """The key set below ours, which is cached for real tensors, and whether the call's tensors are real."""
     below = keyset & _BELOW
-    real = not any(keyset.has(getattr(_key, name)) for name in _UNREAL if hasattr(_key, name))
+    real = not any(keyset.has(getattr(_key, name)) for name in UNREAL if hasattr(_key, name))
     if real:
         _below[keyset.raw_repr()] = below
     return below, real

@@ -1,4 +1,4 @@
-"""What Python and C++ share of the records of calls and tensors: fields, roles and flags, each written here once.
+"""What Python and C++ share: fields of calls and tensors, roles, flags, constants and keys, each written here once.
 
 `header` makes `layout.h` of it, which is compiled into the library. Invariant: the fields of a call's record follow
 from those of `CallRecord`. Must not import torch or numpy.
@@ -26,6 +26,28 @@ LEFT_OUT = 1 << 7
 """The bit of `has` of a call whose text had no room in a flight recorder."""
 LATE = 1 << 6
 """The bit of `has` of a call in a flight recorder some of whose values a device had not read when it was written."""
+
+GROUP, MOST_GROUPS = 16, 48
+"""Of the checksums of a row: the least columns that share one where the output has few digits, and how many there are.
+
+Fewer columns have less rounding.
+"""
+
+UNREAL = (
+    "Meta",
+    "Functionalize",
+    "FuncTorchBatched",
+    "FuncTorchGradWrapper",
+    "FuncTorchVmapMode",
+    "FuncTorchDynamicLayerFrontMode",
+    "FuncTorchDynamicLayerBackMode",
+    "PythonTLSSnapshot",
+)
+"""The dispatch keys of calls for which hooks do not run.
+
+Their tensors have shapes only (meta, and fake tensors, which are meta below), or are wrappers that another key takes
+apart before it calls the operator again with plain tensors.
+"""
 
 Fields = list[tuple[str, str]]
 """The names of a record's fields in their order, and how each is stored, as numpy writes it."""
@@ -81,6 +103,8 @@ def header() -> str:
     outputs = sum(role.startswith("output") for role in ROLES)
     places = {"ROLES": len(ROLES), "VALUE": ROLES.index("value"), "OUTPUT": first, "AFTER_OUTPUTS": first + outputs}
     names = ", ".join(f'"{role}"' for role in ROLES)
+    # Meta is one key of several bits, for which C++ asks by itself.
+    keys = ", ".join(f'"{name}"' for name in UNREAL if name != "Meta")
     phases = {name.upper(): CHOICES["phase"].index(name) for name in ("forward", "backward")}
     return "\n".join(
         [
@@ -91,6 +115,8 @@ def header() -> str:
             "namespace opintercept {",
             *_constants("size_t", places),
             f"constexpr const char* ROLE_NAMES[ROLES] = {{{names}}};",
+            *_constants("int64_t", {"GROUP": GROUP, "MOST_GROUPS": MOST_GROUPS}),
+            f"constexpr const char* UNREAL[] = {{{keys}}};",
             *_constants("uint8_t", {**phases, "LATE": LATE}),
             *_struct("StoredCall", CALL),
             *_struct("StoredTensor", TENSOR),

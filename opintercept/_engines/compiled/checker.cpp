@@ -24,8 +24,6 @@ PyObject* Checker::keep_out = nullptr;
 
 namespace {
 
-constexpr int64_t GROUP = 16, MOST_GROUPS = 48; // `hooks.checksum.arithmetic`
-
 double unit(c10::ScalarType dtype) {
   switch (dtype) {
     case c10::kDouble:

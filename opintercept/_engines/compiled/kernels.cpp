@@ -17,9 +17,12 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
+#include <layout.h>
 #include <torch/csrc/utils/tensor_memoryformats.h>
 
 #include <cstddef>
+#include <iterator>
+#include <numeric>
 
 // Defined in the files beside this one and in `_native`.
 PyObject* opintercept_walk(PyObject*, PyObject*);
@@ -125,16 +128,9 @@ using c10::DispatchKeySet;
 using namespace opintercept;
 
 const DispatchKeySet BELOW(DispatchKeySet::FULL_AFTER, DispatchKey::BackendSelect);
-const DispatchKeySet UNREAL({
-    // `kernels._UNREAL`, but for Meta, which is one key of several bits
-    DispatchKey::Functionalize,
-    DispatchKey::FuncTorchBatched,
-    DispatchKey::FuncTorchGradWrapper,
-    DispatchKey::FuncTorchVmapMode,
-    DispatchKey::FuncTorchDynamicLayerFrontMode,
-    DispatchKey::FuncTorchDynamicLayerBackMode,
-    DispatchKey::PythonTLSSnapshot,
-});
+const DispatchKeySet UNREAL_KEYS = std::accumulate(
+    std::begin(UNREAL), std::end(UNREAL), DispatchKeySet(),
+    [](DispatchKeySet keys, const char* name) { return keys.add(c10::parseDispatchKey(name)); });
 
 // Python objects, see `setup`.
 PyObject *state, *carried, *watch_of, *run, *current, *backward_phase, *has_changed, *overload_of;
@@ -383,7 +379,7 @@ struct Kernel final : c10::OperatorKernel {
       }
     } counted;
     DispatchKeySet below = keyset & BELOW;
-    if (keyset.has(DispatchKey::Meta) || keyset.has_any(UNREAL) || is_fake(op, *stack) ||
+    if (keyset.has(DispatchKey::Meta) || keyset.has_any(UNREAL_KEYS) || is_fake(op, *stack) ||
         !ran_with_hooks(*overload, op, below, stack)) {
       op.redispatchBoxed(below, stack);
     }

@@ -17,6 +17,7 @@ import torch
 
 from opintercept._core.tensors import is_strided
 from opintercept._native import values as native
+from opintercept._native.layout import GROUP, MOST_GROUPS
 from opintercept._values.hash import check_unwrapped
 from opintercept._values.precision import TENSOR_CORES, product_precision, reduced_sums
 from opintercept._values.read import parameter_of
@@ -28,9 +29,6 @@ PIECE = 1 << 18
 """How many elements are converted at a time: 1 MiB of float32, which stays in the cache."""
 DEVICE_PIECE = 1 << 24
 """The same on a device, where each operator costs more than its memory does."""
-GROUP = 16
-"""The least columns that share a checksum where the output has few digits; fewer columns have less rounding."""
-MOST_GROUPS = 48
 PARTS = 32
 """Into how many parts a row's sums are taken apart where a device may round parts of them."""
 MANY = 32
