@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import blind_pairs
 import fresh_pairs
+import idiom_pairs
 import pairs
 import pytest
 import reported_pairs
@@ -21,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 PAIRS: list[Pair] = [
     *(*pairs.PAIRS, *reported_pairs.PAIRS, *fresh_pairs.PAIRS),
-    *(*blind_pairs.PAIRS, *styled_pairs.PAIRS),
+    *(*blind_pairs.PAIRS, *styled_pairs.PAIRS, *idiom_pairs.PAIRS),
 ]
 
 
