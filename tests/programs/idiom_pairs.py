@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from blind_pairs import ANY, RESULT, UPDATE, Model, Planted, Rms, angles, halves, joined, projections, rms
+from blind_pairs import ANY, INPUT, RESULT, UPDATE, Model, Planted, Rms, angles, halves, joined, projections, rms
 from blind_pairs import heads as split
 from fresh_pairs import add_ports, drawn, made
 from outcomes import Pair, add
@@ -70,7 +70,7 @@ def bloom(w: Any, x: Tensor, mistake: str) -> Any:
 SLOPES = rf"slopes|alibi|baddbmm|{ATTENTION}"
 port("bloom", Bloom, bloom, (TEXT,), {
     "": (),
-    "slopes start at one": (SLOPES, ANY, r"slope|alibi|mul|beta|\b4|exponent|pow|mask|tensor"),
+    "slopes start at one": (SLOPES, INPUT, r"slope|alibi|mul|beta|\b4|exponent|pow|mask|tensor"),
     "biases are scaled, too": (SLOPES, ANY, r"0\.5|beta|mul|scal"),
 })  # fmt: skip
 
@@ -702,7 +702,7 @@ def in_a_ring(w: Any, x: Tensor, mistake: str) -> Any:
 TURNED = rf"turns|halves|cos|sin|angles|arange|{ATTENTION}"
 port("ring", Windowed, in_a_ring, (TEXT,), {
     "": (),
-    "a slot more": (rf"seen|{ATTENTION}", ANY, "mask"),
+    "a slot more": (rf"seen|{ATTENTION}", ANY, "mask|diagonal"),
     "positions wrap": (TURNED, ANY, "rot|position|cos|sin|arange|angle"),
     "values are a slot early": (rf"^v$|{ATTENTION}", ANY, ""),
 })  # fmt: skip
