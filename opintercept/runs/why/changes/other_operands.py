@@ -46,8 +46,9 @@ def weights(accused: Accused) -> Iterator[Change]:
         if end.number != step.number and base.dim() and base.shape[-1] == len(found[0]):  # with its adapters
             x = accused.given(step)[min(step.reads - {place, *biases_of(step)})].double()
             moved = x.reshape(-1, x.shape[-1]) @ (found[1] - found[0]).mT
-            edits: Edits = {end.number: constant(base + moved.reshape(base.shape))}
-            yield Change(rank, kind, words, step, edits)
+            if moved.numel() == base.numel():
+                edits: Edits = {end.number: constant(base + moved.reshape(base.shape))}
+                yield Change(rank, kind, words, step, edits)
         value = found[1] if step.operator == "linear" else found[1].mT
         yield Change(rank, kind, words, step, with_operand(step, place, value))
 
