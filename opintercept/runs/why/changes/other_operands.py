@@ -60,12 +60,12 @@ def tensors(accused: Accused) -> Iterator[Change]:
         for place, (name, region) in enumerate(step.inputs):
             own, seen = accused.given(step)[place], list[torch.Tensor]()
             inside = judge.a.writers[step.number][place] & accused.part
-            if place not in step.reads or (inside and own.is_floating_point()):
-                continue
             what = operand_words(step, name, region)
+            if place not in step.reads or (inside and own.is_floating_point() and what != "mask"):
+                continue
             is_leaf = judge.a.writers[step.number][place] == {LEAF}
             is_product = step.number in judge.counterparts.by_weight and place == weight_place(step)
-            for other, theirs, there, is_made, leaf_b in _operands_b(accused, own.numel()):
+            for other, theirs, there, is_made, leaf_b in _operands_b(accused, own, what == "mask"):
                 whole = not own.is_floating_point()
                 masks = "mask" in theirs or "bias" in theirs
                 alike = whole or (theirs == name and (other.operator == step.operator or masks))
@@ -73,6 +73,8 @@ def tensors(accused: Accused) -> Iterator[Change]:
                 if not alike and not leaves:
                     continue
                 value = in_double(judge.b.program.value(there))
+                if value.numel() != own.numel():
+                    value = value.expand(own.shape)
                 value = value.reshape(own.shape) if alike else nearest(value, own)
                 if value.is_floating_point() == whole or torch.equal(value, own) or _is_in(value, seen):
                     continue
@@ -80,7 +82,7 @@ def tensors(accused: Accused) -> Iterator[Change]:
                 moved = not whole and _same_numbers(value, own)
                 same = theirs == name and other.operator == step.operator
                 parameter = same and region.weight and place not in step.written
-                if is_made and not (moved or parameter or whole):
+                if is_made and not (moved or parameter or whole or what == "mask"):
                     continue
                 kind: CauseKind = "operand" if moved or not is_leaf or "mask" in name else "input"
                 kind = "weight" if region.weight or (kind == "input" and what in ("weight", "bias")) else kind
@@ -111,15 +113,22 @@ def _reordered(accused: Accused, step: Step, place: int) -> Step | None:
     return None
 
 
-def _operands_b(accused: Accused, size: int) -> Iterator[tuple[Step, str, Region, bool, bool]]:
-    """The operands of B's calls with so many numbers; whether others of these calls make them, or no call does."""
+def _operands_b(accused: Accused, own: torch.Tensor, is_mask: bool) -> Iterator[tuple[Step, str, Region, bool, bool]]:
+    """The operands of B's calls of the size of one of A; whether others of these calls make them, or no call does."""
     part = {step.number for step in accused.steps_b if not moves(step)}
     made = {region.name for step in accused.steps_b for region in step.outputs if region is not None}
     for other in accused.steps_b:
         for (name, region), writers in zip(other.inputs, accused.judge.b.writers[other.number], strict=True):
-            if region.name is not None and math.prod(region.shape) == size:
+            wide = is_mask and "mask" in name and _fits(region.shape, own.shape)
+            if region.name is not None and (wide or math.prod(region.shape) == own.numel()):
                 is_made = region.name in made or (bool(writers) and writers <= part)
                 yield other, name, region, is_made, writers == {LEAF}
+
+
+def _fits(narrow: Sequence[int], shape: Sequence[int]) -> bool:
+    """Whether a mask may be one for a shape, with a row for all queries or one for all heads."""
+    pairs = zip(reversed(narrow), reversed(shape), strict=False)
+    return len(narrow) <= len(shape) and all(one in (1, size) for one, size in pairs)
 
 
 def tables(accused: Accused) -> Iterator[Change]:
