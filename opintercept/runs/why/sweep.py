@@ -133,6 +133,11 @@ class Sweeper:
         else:
             copies = [read(self._program, region, memory) for memory in self._memories]
             joint = self.joints.find(Spread(copies[0], copies[1:], self.perturber.unit))
+            if joint is not None:  # what is beside it is A's own, so it is as far off as A's is
+                found.edges[step.number, place] = joint
+                self._other.add(region.memory)
+                self._memories[0].write(region, joint.values.reshape(region.shape))
+            return
         if joint is not None:
             found.edges[step.number, place] = joint
             self._put(region, joint.values)
