@@ -242,7 +242,7 @@ class Counterparts:
             made = self.joints.made_by(pieces[0].step) if pieces else None
             if values is None or made is None:
                 return None
-            if self._chains(number, pieces[0].step)[0][0] != number:  # A adds behind it what is within B's
+            if self._chains(number, pieces[0].step, pieces[0])[0][0] != number:  # A adds behind it what is within B's
                 for piece in pieces:
                     for place in biases_of(piece.step):
                         bias = self.b.program.value(piece.step.inputs[place][1]).double()
@@ -388,7 +388,7 @@ class Counterparts:
         first = pieces[0].step
         chain_a, chain_b = [number], [first.number]
         if len(pieces) == 1:
-            chain_a, chain_b = self._chains(number, first)
+            chain_a, chain_b = self._chains(number, first, pieces[0])
         chain_a = [each for each in chain_a if each in bad and each in sweep.made]
         for late, n in enumerate(chain_a):
             base = sweep.made[n].base
@@ -562,6 +562,9 @@ class Counterparts:
             return None
         pieces, width = self.by_weight[number], base.shape[-1]
         bias = self.unseen_bias(number)
+        mine = biases_of(self.a.steps[number]) if len(pieces) > 1 else ()
+        if mine and all(self._chains(number, each.step, each)[1][0] != each.step.number for each in pieces):
+            bias = self.a.program.value(self.a.steps[number].inputs[min(mine)][1]).double()  # each adds its part behind
         bias = torch.zeros(width) if bias is None or len(bias) != width else bias
         own = base.reshape(-1, width)
         found, known = own.clone(), torch.zeros(own.shape, dtype=torch.bool)
@@ -589,7 +592,7 @@ class Counterparts:
                 known[:, rows_a] = True
         return found.reshape(base.shape) if float(known.double().mean()) >= _KNOWN else None
 
-    def _chains(self, number: int, other: Step) -> tuple[list[int], list[int]]:
+    def _chains(self, number: int, other: Step, piece: _Piece | None = None) -> tuple[list[int], list[int]]:
         """What follows a product of A and one of B, from where both have added a bias, or neither has."""
         steps = self.a.steps[number], other
         chains = [self._chain(flow, step.number) for flow, step in zip((self.a, self.b), steps, strict=True)]
@@ -599,7 +602,10 @@ class Counterparts:
         )
         for flow, chain, known in ((self.a, chains[0], theirs), (self.b, chains[1], mine)):
             if len(mine) + len(theirs) == 1 == len(known):
-                chain[:] = self._from_bias(flow, chain, known[0])
+                bias = known[0].reshape(-1)
+                if piece is not None and known is mine and len(piece.rows_a) < len(bias):  # B has a part of it
+                    bias = bias[piece.rows_a[np.argsort(piece.rows_b)]]
+                chain[:] = self._from_bias(flow, chain, bias)
         return chains[0], chains[1]
 
     def _from_bias(self, flow: Flow, chain: list[int], bias: torch.Tensor) -> list[int]:
