@@ -345,7 +345,7 @@ class Counterparts:
         for late, m in enumerate(chain):
             tensor = self.joints.made_by(self.b.steps[m])
             if tensor is not None:
-                values = nearest(self.joints.values(tensor), base)
+                values = nearest(_channels_as(self.a.steps[number], other, self.joints.values(tensor), base), base)
                 far = apart(values, base) * (1 + 0.01 * late)
                 found.append((far, Counterpart(number, Joint(tensor, values), self.b.steps[m], "parameter")))
         return min(found, key=lambda each: each[0], default=(0.0, None))[1]
@@ -718,6 +718,16 @@ def nearest(
     far = [float((layout.at(theirs, places) - mine).square().sum()) for layout in found]
     best = min(range(len(found)), key=far.__getitem__)
     return found[best if far[best] < _CLEARLY * far[0] else 0].laid(values, shape)
+
+
+def _channels_as(step: Step, other: Step, values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """What B's convolution makes with its channels last, if A multiplies by a matrix, or the other way round."""
+    convolves = [each.operator == "convolution" for each in (step, other)]
+    if convolves == [False, True] and values.shape[1] == like.shape[-1]:
+        return values.movedim(1, -1)
+    if convolves == [True, False] and values.shape[-1] == like.shape[1]:
+        return values.reshape(like.movedim(1, -1).shape).movedim(-1, 1)
+    return values
 
 
 def weight_place(step: Step) -> int | None:
