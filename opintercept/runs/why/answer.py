@@ -209,12 +209,14 @@ class Answer(Plain, Table):
         b: The second run.
         verdict: `"equal"`: all results of the programs are the same bit for bit. `"rounding"`: they differ by no more
             than rounding. `"coarser"`: B is rounded or quantised throughout, and differs by no more than that.
-            `"difference"`: there are causes. `"not compared"`: nothing differs, but results have no counterpart.
+            `"difference"`: there are causes. `"not compared"`: nothing differs, but results have no counterpart, or are
+            `behind`.
         same_program: Whether both runs are of one program: the same operators in modules of the same names.
         operators: `"all"` if all operators of both were recorded; `"products"` if only products of A or of B were.
         joined: How many calls of A make what some call of B makes, and
         calls: how many there are.
         upto: The last results that were compared, `"the logits"`.
+        behind: The operators of what A computes from these, which B's record lacks, where nothing differs up to there.
         causes: What B does otherwise, in A's order.
         coarser: What is rounded or quantised throughout.
         layers: What the rounding of each layer costs if B is coarser, in A's order; empty without a loss.
@@ -233,6 +235,7 @@ class Answer(Plain, Table):
     joined: int
     calls: int
     upto: str
+    behind: tuple[str, ...] = ()
     causes: tuple[Cause, ...] = ()
     coarser: tuple[Cause, ...] = ()
     layers: tuple[Layer, ...] = ()
@@ -265,7 +268,10 @@ class Answer(Plain, Table):
     @property
     def _sentence(self) -> str:
         cause, upto = self.first, f", up to and with {self.upto}" if self.upto else ""
-        after = " What follows it was not compared." if self.operators == "products" and upto else ""
+        names = (
+            f", {_some([printable(_bare(op), WIDTH) for op in self.behind], _MOST_OPERATORS)}," if self.behind else ""
+        )
+        after = f" What follows it{names} was not compared." if self.operators == "products" and upto else ""
         if cause is not None:
             share = _percent(cause.share)
             of = f": {share} of the difference of the loss" if share else ""
@@ -282,6 +288,8 @@ class Answer(Plain, Table):
             where = f", in {first}" if module_name(first.module) else f" ({first.line})" if first.line else ""
             return f"I do not know: it arises in {short_op(first.op)} of A{where}, which cannot be computed again."
         if self.verdict == "not compared":
+            if self.behind:
+                return f"I do not know: nothing differs by more than rounding{upto}.{after}"
             none = f"nothing differs by more than rounding{upto}, but other" if upto else "nothing could be compared:"
             return f"I do not know: {none} results of A have no counterpart in B."
         return f"Nothing differs{'' if self.verdict == 'equal' else ' by more than rounding'}{upto}.{after}"

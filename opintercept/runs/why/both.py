@@ -32,6 +32,7 @@ class Both:
         a: A's data flow.
         b: B's.
         partial: Whether B has products only, of which nothing follows about what it computes in between.
+        tails: The places of the calls of A whose results nothing reads, of which the last products lead to some.
         joints: B's tensors.
         counterparts: What of B belongs to what of A.
         dtypes: The dtype of most products of A, and of B.
@@ -47,6 +48,7 @@ class Both:
         if not forward:  # gradients tell what losses do; of another number of passes these are of other batches
             for flow in (self.a, self.b):
                 flow.ends = [end for end in flow.ends if end not in flow.program.roots]
+        self.tails = self.a.ends
         self.partial = holds_products(b)
         if self.partial:
             self.a.ends = self.a.final_products(backward=passes(a) == passes(b))

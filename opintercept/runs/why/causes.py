@@ -44,9 +44,8 @@ _OTHERS = (  # other operators, roundings and numbers
     *(other_operators.added, other_operators.roundings, other_operands.exchanged, other_operands.exchanged_results),
     *(other_arguments.variants, other_arguments.numbers),
 )
-_IDLE = frozenset(
-    ("clone", "_to_copy", "copy", "contiguous", "empty", "empty_like", "zeros", "zero", "detach", "alias")
-)
+IDLE = frozenset(("clone", "_to_copy", "copy", "contiguous", "empty", "empty_like", "zeros", "zero", "detach", "alias"))
+"""Operators that compute nothing of their own."""
 
 
 class Explained(NamedTuple):
@@ -73,9 +72,7 @@ def explained(whole: Accused) -> Explained:
             if not good and not region.is_blind:
                 good, near = _search(region)
         good = good or near
-    names = [
-        Counter(s.operator for s in steps if s.operator not in _IDLE) for steps in (accused.steps, accused.steps_b)
-    ]
+    names = [Counter(s.operator for s in steps if s.operator not in IDLE) for steps in (accused.steps, accused.steps_b)]
     only = [names[0] - names[1], names[1] - names[0] if accused.steps_b else Counter()]
     if whole.judge.partial:  # B's other operators were not recorded
         only = [Counter(), Counter()]

@@ -556,6 +556,17 @@ class Counterparts:
         bias = self.a.program.value(self.a.steps[number].inputs[min(mine)][1])
         return bias.double() if bias.dim() == 1 else None
 
+    def bias_behind(self, number: int) -> int | None:
+        """The call by which A adds behind a product the bias that B's product adds within."""
+        pieces = self.by_weight.get(number, []) if self._is_product(number) else []
+        first = self._chains(number, pieces[0].step, pieces[0])[0][0] if pieces else number
+        theirs = [self.b.program.value(each.step.inputs[at][1]) for each in pieces for at in biases_of(each.step)]
+        if first == number or not theirs:
+            return None
+        bias = torch.cat([each.reshape(-1) for each in theirs]).double().sort().values
+        mine = (self.a.program.value(region).double().reshape(-1) for _, region in self.a.steps[first].inputs)
+        return first if any(torch.equal(each.sort().values, bias) for each in mine) else None
+
     def _assembled(self, base: torch.Tensor, number: int, last: int) -> torch.Tensor | None:
         """B's output in A's layout, A's own where B has none; `last` is the last call of B's chain of one piece."""
         if not base.dim():

@@ -22,7 +22,7 @@ from opintercept.runs.program.program import Program, Step
 from opintercept.runs.store.run import Run
 from opintercept.runs.why.answer import Answer, Cause, Layer, Loss, Place, Verdict
 from opintercept.runs.why.both import Both
-from opintercept.runs.why.causes import Explained, explained
+from opintercept.runs.why.causes import IDLE, Explained, explained
 from opintercept.runs.why.changes.accused import ODD, Accused, off_record
 from opintercept.runs.why.changes.wording import UNSEEN_BIAS, UNSEEN_FACTOR, name_of, place_of
 from opintercept.runs.why.coarse import CoarseWeights, coarse_weights
@@ -439,15 +439,18 @@ class Judge(Both):
         seen = {each for each in self.a.active if not self.partial or is_product(self.a.steps[each])}
         paired = [number for number in self.a.ends if self._is_paired(number)]
         upto = f"{'the last product, ' * self.partial}{place_of(self.a.steps[paired[-1]])}" if paired else ""
+        verdict = self._verdict(causes, coarser, bool(paired) and paired[-1] == max(self.a.ends, default=-1))
+        behind = self._behind() if verdict in ("equal", "rounding") else ()
         return Answer(
             a=a.head(),
             b=b.head(),
-            verdict=self._verdict(causes, coarser, bool(paired) and paired[-1] == max(self.a.ends, default=-1)),
+            verdict="not compared" if behind else verdict,
             same_program=self._same_program(),
             operators="products" if self.partial else "all",
             joined=len(seen & {*self.last.joined, *(self.counterparts.by_weight if self.partial else ())}),
             calls=len(seen),
             upto=upto,
+            behind=behind,
             causes=tuple(causes),
             coarser=tuple(coarser),
             layers=layers,
@@ -456,6 +459,18 @@ class Judge(Both):
             notes=(*self._notes([number for number in self.a.ends if number not in paired]),),
             unknown=tuple(place_of(self.a.steps[number]) for number in sorted(self._blind & self._fused)),
         )
+
+    def _behind(self) -> tuple[str, ...]:
+        """The operators by which A goes on from products to its results, of which neither B nor gradients tell."""
+        if not self.partial or self.a.program.backward is not None:
+            return ()
+        products = {step.number for step in self.a.steps if is_product(step)}
+        steps = [self.a.steps[number] for number in sorted(self.a.before({*self.tails} - products, products))]
+        reached = any(writers & products for step in steps for writers in self.a.writers[step.number])
+        seen = {self.counterparts.bias_behind(number) for number in self.a.ends}
+        active = (step for step in steps if step.number in self.a.active - seen and self.a.makes_real(step))
+        names = (step.operator for step in active)
+        return (*dict.fromkeys(name for name in names if name not in IDLE),) if reached else ()
 
     def _is_paired(self, number: int) -> bool:
         """Whether a result of A has a counterpart in B."""

@@ -51,7 +51,7 @@ def why(a: Run, b: Run) -> Answer:
     # A replay would round again what A has in whole numbers; B's scales are not known unless all was recorded.
     replayed = whole["A"] and (whole["B"] if has_codes(b) else not has_codes(a))
     answer = judged(_busiest(a), _busiest(b)) if replayed else judged_products(a, b)
-    if answer.verdict == "not compared" and not all(whole.values()):
+    if answer.verdict == "not compared" and not answer.behind and not all(whole.values()):
         with suppress(OpInterceptError):  # which joins parts of weights, too
             answer, replayed = judged_products(a, b), False
     if not answer.joined:

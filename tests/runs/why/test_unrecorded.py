@@ -134,7 +134,7 @@ def test_a_number_before_the_last_product_may_be_one_behind_it(model: Model, tmp
         return lambda: model.second(model.first(X).relu()) * before @ model.head.weight.mT * behind
 
     found = told(tmp_path / "clean", program(0.3, 1.0), program(1.0, 0.3))
-    assert (found.verdict, found.causes) == ("rounding", ())
+    assert (found.verdict, found.causes, found.behind) == ("not compared", (), ("mul",))
     assert any("a number by which only A multiplies" in note for note in found.notes)
     found = told(tmp_path / "wrong", program(0.3, 1.0), program(0.4, 1.0))
     assert [cause.what for cause in found.causes] == ["uses 0.4 where A uses 0.3"]
@@ -173,3 +173,14 @@ def test_passes_of_other_batches_are_compared_forward(tmp_path: Path) -> None:
 
     found = told(tmp_path, lambda: train(1), lambda: train(3))
     assert (found.causes, found.equal) == ((), True)
+
+
+def test_what_only_a_computes_behind_the_last_product_is_not_called_equal(model: Model, tmp_path: Path) -> None:
+    labels = torch.arange(12) % 8
+    found = told(tmp_path, lambda: F.cross_entropy(model(X), labels), lambda: F.cross_entropy(model(X) / 2, labels))
+    assert (found.verdict, found.causes, found.equal) == ("not compared", (), False)
+    assert re.fullmatch(
+        r"I do not know: nothing differs by more than rounding, up to and with the last product, head \(.*\). "
+        r"What follows it, log_softmax and nll_loss_forward, was not compared.",
+        found.sentence,
+    )
