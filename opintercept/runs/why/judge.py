@@ -51,7 +51,8 @@ def judged(a: Run, b: Run) -> Answer:
     if trains and (not judge.found or judge.scaled_losses):
         whole = Judge(one, other, forward=False)
         whole.run()
-        if not judge.found or whole.gradients_agree:  # as where a loss is divided, and its gradients are multiplied
+        # as where a loss is divided, and its gradients are multiplied; or these tell by what number it is divided
+        if not judge.found or whole.gradients_agree or (whole.is_exact and not judge.says_what):
             judge = whole
     return judge.answer(a, b)
 
@@ -378,6 +379,16 @@ class Judge(Both):
     def found(self) -> bool:
         """Whether anything was accused."""
         return bool(self._heads)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether each cause reproduces B."""
+        return all(head.cause.exact for head in self._heads)
+
+    @property
+    def says_what(self) -> bool:
+        """Whether something is said of a cause beside its place."""
+        return any(head.cause.what for head in self._heads)
 
     @property
     def gradients_agree(self) -> bool:

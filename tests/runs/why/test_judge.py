@@ -456,6 +456,22 @@ def test_what_updates_a_weight_is_accused_and_not_the_product_that_reads_it(tmp_
     assert not [cause for cause in found.causes if cause.kind == "weight"], found
 
 
+def test_by_what_a_loss_is_divided_is_told_by_its_gradients(tmp_path: Path) -> None:
+    one, two, x = layers()
+
+    def whole() -> None:
+        F.logsigmoid(two(one(x).tanh())).mm(torch.ones(4, 1)).mean().neg().backward()
+
+    def by_columns() -> None:
+        y, total = two(one(x).tanh()), torch.zeros(())
+        for column in y.unbind(1):
+            total = total + F.softplus(-column).sum()
+        (total / 24).backward()
+
+    (cause,) = why(tmp_path, whole, by_columns, trains=True).causes
+    assert (cause.what, cause.exact) == ("uses 0.25 where A uses 1", True)  # which are summed by a product
+
+
 def test_a_mask_of_one_minus_what_is_kept_hides_nothing(tmp_path: Path) -> None:
     one, two, x = layers()
     keep = torch.arange(6) < 5
