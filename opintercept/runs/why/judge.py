@@ -18,7 +18,7 @@ from opintercept._core.text import counted
 from opintercept._ops.fragment import UNKNOWN
 from opintercept._values import rounding
 from opintercept.runs.program.evaluate import Perturber
-from opintercept.runs.program.program import Program, Step
+from opintercept.runs.program.program import Program, Region, Step
 from opintercept.runs.store.run import Run
 from opintercept.runs.why.answer import Answer, Cause, Layer, Loss, Place, Verdict
 from opintercept.runs.why.both import Both
@@ -211,7 +211,21 @@ class Judge(Both):
                     continue
             if not made.ratio(values, end.joint.tensor.unit) <= LIMIT and not self.joints.has_noise(made):
                 (self._unscaled if self._is_unscaled(sweep, number, end.joint) else found).add(number)
-        return found
+        return {number for number in found if not self._only_chooses(number, found)}
+
+    def _only_chooses(self, number: int, bad: set[int]) -> bool:
+        """Whether A only chooses by a result, B by that of another operator, and the choice or what follows agrees."""
+        end, after = self.counterparts.ends.get(number), self.a.after([number]) & {*self.a.ends} - {number}
+        operators = {self.b.steps[maker].operator for maker in ([] if end is None else end.makers)}
+        if not operators or not after or self.a.steps[number].operator in operators:
+            return False
+        made = (region for user, _ in self.a.users[number] for region in self.a.steps[user].outputs)
+        return not after & bad or all(region is not None and self._in_b(region) for region in made)
+
+    def _in_b(self, region: Region) -> bool:
+        """Whether a call of B makes numbers with the same bits."""
+        made = (each.name for step in self.b.steps for each in step.outputs if each is not None)
+        return region.name is not None and content_of(region.name) in (content_of(name) for name in made if name)
 
     def _comes_to_nothing(self, sweep: Sweep, number: int, values: torch.Tensor) -> bool:
         """Whether a gradient is A's times a number, as in an earlier step, of which B's next weights show nothing."""

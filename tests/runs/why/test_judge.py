@@ -456,6 +456,23 @@ def test_what_updates_a_weight_is_accused_and_not_the_product_that_reads_it(tmp_
     assert not [cause for cause in found.causes if cause.kind == "weight"], found
 
 
+def test_distances_by_which_rows_are_chosen_are_no_results(tmp_path: Path) -> None:
+    one, two, x = layers()
+    book = torch.randn(10, 16)
+
+    def by_distance() -> Any:
+        return two(book[torch.cdist(one(x), book).argmin(1)])
+
+    def by_square(factor: float = 1) -> Any:
+        y = one(x)
+        away = y.square().sum(1, keepdim=True) - 2 * y @ book.T + book.square().sum(1)
+        return two(book[away.argmin(1)] * factor)
+
+    assert why(tmp_path, by_distance, by_square).equal
+    (cause,) = why(tmp_path / "wrong", by_distance, lambda: by_square(1.5)).causes
+    assert cause.place.op != "aten::_cdist_forward"
+
+
 def test_by_what_a_loss_is_divided_is_told_by_its_gradients(tmp_path: Path) -> None:
     one, two, x = layers()
 
