@@ -142,9 +142,10 @@ def main() -> None:
             counts.update(["planted" if planted else "clean"])
             if planted and found is not None:
                 counts.update(each for each in ("place", "kind", "named") if getattr(found, each))
-            if not planted and "not compared" in said[0].partition(":")[0]:
-                failed = [*failed, "clean not compared"]
-                counts["clean not compared"] += 1
+            silent = "planted" if "planted silent" in failed else "" if planted else "clean"
+            if silent and said[0].startswith("not compared"):
+                failed = [*failed, f"{silent} not compared"]
+                counts[failed[-1]] += 1
             if failed or options.v:
                 print(f"{', '.join(failed) or 'right'}: {name}/{pair.name} ({seconds[-1]:.1f} s)")
                 if pair.planted is not None:
@@ -155,8 +156,9 @@ def main() -> None:
     of = counts["planted"]
     print(f"clean: {counts['clean']}, accused {counts['clean accused']}, not compared {counts['clean not compared']}")
     print(
-        f"planted: {of}, silent {counts['planted silent']}, place right {counts['place']}, "
-        f"kind right {counts['kind']}, cause named {counts['named']}, with extra causes {counts['extra accused']}"
+        f"planted: {of}, silent {counts['planted silent']}, of which {counts['planted not compared']} not compared, "
+        f"place right {counts['place']}, kind right {counts['kind']}, "
+        f"cause named {counts['named']}, with extra causes {counts['extra accused']}"
     )
     print(f"errors: {counts['error']}")
     if seconds:
