@@ -469,10 +469,6 @@ class RunRecorder:
             found: dict[str, Any] = dict(values[0]) if values else {}
             self._put(QueuedCall(note, found, [], {}, self._options.known(note.summary) or "{}", None, None))
 
-    @property
-    def _joins_graphs(self) -> bool:
-        return self.tensors == "stats"
-
     def _name_of(self, key: Any) -> str | None:
         return None if self._writer is None else self._writer.names.get(key)
 
