@@ -133,7 +133,7 @@ class _Sweeping:
             allowed = coarse + (usual if few else max(between[number], usual))  # others may round its operands
             found = self.figures.get(number) or comparing.neighbours(number, _WORST_GROWTH * noise + allowed)
             self.figures[number] = found
-            if found.output is None:
+            if found.output is None or (found.rows and not (self._is_parameter(number) or self._is_joined(number))):
                 continue
             self.last = number
             own = 0.0 if found.rows or few else found.weight
@@ -239,6 +239,12 @@ class _Sweeping:
             yield self._cause(number, "dtype", found.coarser)
         for what in found.heads.arguments if found.heads is not None else ():
             yield self._cause(number, "argument", what)
+
+    def _is_joined(self, number: int) -> bool:
+        """Whether most rows of the right operand of a call have some like them, and not one or two by chance."""
+        matches = [self.joining.matches[match] for _, match in self.links.of_a[number] if match is not None]
+        of = len(self.joining.a.weights[self.joining.a.weight[number]].left)
+        return 2 * sum(len(match.rows_a) for match in matches) > of
 
     def _apart_in(self, errors: dict[int, float], weight: int, noun: str = "row") -> str:
         """Which rows of a weight differ, or elements of its bias, `"rows 3, 17 of 64 differ, by up to 0.02"`."""
