@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 
 from opintercept._core.call import OpCall
+
+# The nesting depth has no getter. Raising and lowering it has no other effect, if no interrupt comes in between: what C
+# calls for `map` is not interrupted. At a depth that stays, autocast would never drop the weights that it has cast.
+_NESTING = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
 
 
 def autocast_below(call: OpCall) -> torch.dtype | None:
@@ -16,10 +21,8 @@ def autocast_below(call: OpCall) -> torch.dtype | None:
     operator. If it is off in an `autocast` block, the operands show whether they were cast. Only bfloat16 operands
     under `autocast(enabled=False)` look the same.
     """
-    # The nesting depth has no getter. Raising and lowering it has no other effect.
-    depth = torch.autocast_increment_nesting() - 1
-    torch.autocast_decrement_nesting()
-    if depth == 0 or (lhs := call.operand("lhs")) is None:
+    depth, _ = map(operator.call, _NESTING)
+    if depth == 1 or (lhs := call.operand("lhs")) is None:
         return None
     try:
         dtype = torch.get_autocast_dtype(lhs.device.type)

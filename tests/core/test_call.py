@@ -6,10 +6,11 @@ import copy
 import dataclasses
 import json
 import pickle
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from opintercept import Gemm, OpCall, OpInterceptError, TensorMeta, hooks, intercept
 from opintercept._core.tensors import describe, nbytes
+from opintercept._origin.autocast import autocast_below
 
 each_engine = pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 
@@ -388,6 +390,37 @@ def autocasts(function: Callable[[], Any], **options: Any) -> list[torch.dtype |
 
 def product(dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.mm(torch.ones(2, 2, dtype=dtype), torch.ones(2, 2, dtype=dtype))
+
+
+def test_an_interrupt_leaves_the_depth_of_autocast_as_it_was() -> None:
+    call = call_of(torch.ops.aten.mm.default, torch.ones(2, 2), torch.ones(2, 2))
+    left = 0  # instructions until the interrupt
+
+    def interrupt(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal left
+        if frame.f_code is not autocast_below.__code__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode" and (left := left - 1) < 0:
+            raise KeyboardInterrupt
+        return interrupt
+
+    before = sys.gettrace()
+    for steps in range(1000):
+        left = steps
+        sys.settrace(interrupt)
+        try:
+            autocast_below(call)
+        except KeyboardInterrupt:
+            pass
+        else:
+            break
+        finally:
+            sys.settrace(before)
+        depth = torch.autocast_increment_nesting() - 1
+        torch.autocast_decrement_nesting()
+        assert depth == 0
+    assert 5 < steps < 999
 
 
 @each_engine
