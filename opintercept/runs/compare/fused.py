@@ -19,17 +19,17 @@ def fused(own: Sequence[CallRecord], others: Sequence[CallRecord]) -> list[bool]
     A call is in a kernel that has its operator and its pass, and stands for calls of its module. Compiled code needs no
     views.
     """
-    there: dict[tuple[str, str], list[CallRecord]] = defaultdict(list)
+    there: dict[tuple[bool, str, str], list[CallRecord]] = defaultdict(list)
     compiled = {record.phase for record in others if record.ops is not None}
     for record in others:
         for name in _operators(record):
-            there[record.phase, name].append(record)
+            there[record.ops is None, record.phase, name].append(record)
 
     def found(record: CallRecord) -> bool:
-        if record.ops is None and torchs_name(record.op) in VIEWS:
+        single = record.ops is None
+        if single and torchs_name(record.op) in VIEWS:
             return record.phase in compiled
-        able = (each for name in _operators(record) for each in there[record.phase, name])
-        return any((record.ops is None) is not (each.ops is None) and _meet(record, each) for each in able)
+        return any(_meet(record, each) for name in _operators(record) for each in there[not single, record.phase, name])
 
     return [*map(found, own)]
 

@@ -12,12 +12,12 @@ from typing import Literal
 
 import numpy as np
 
+from opintercept._core.record import CallRecord
 from opintercept.runs.compare.difference import KINDS, Absent, CallDifference, Kind, ModuleDifference, Unmatched
 from opintercept.runs.compare.fused import fused
 from opintercept.runs.compare.pairing import BY, PAIRINGS, Pairing
 from opintercept.runs.compare.pairs import Index
 from opintercept.runs.compare.result import Difference
-from opintercept.runs.store.codec import StoredCall
 from opintercept.runs.store.columns import CHUNK, Array
 from opintercept.runs.store.run import Run
 from opintercept.runs.why.answer import Answer
@@ -147,15 +147,18 @@ class DiffTotals:
     def add_unmatched(self, *sides: tuple[Literal["a", "b"], Index, Sequence[int] | Array]) -> None:
         """Add the calls of a process that have no counterpart, or of two."""
         alone = [_alone(index, numbers) for _, index, numbers in sides]
-        others = [[each.record for each, _ in rows] for rows in reversed(alone)] if len(alone) == 2 else [[]]
-        for (side, _, _), rows, other in zip(sides, alone, others, strict=True):
-            in_other = fused([each.record for each, _ in rows], other)
-            for (call, count), is_fused in zip(rows, in_other, strict=True):
-                (self.fused if is_fused else self.unmatched_calls)[side == "b"] += count
-                if not is_fused and len(self._unmatched) < self.limit:
-                    record = call.record
-                    key = record.module, record.op, record.phase, record.grad_of
-                    self._unmatched.append(Unmatched(side, call.rank, *key, count, record.index))
+        if len(sides) == 2 and any(_has_kernels(index) for _, index, _ in sides):
+            records = [_records(index, rows) for (_, index, _), rows in zip(sides, alone, strict=True)]
+            for at, (own, others) in enumerate(zip(records, reversed(records), strict=True)):
+                in_other = fused(own, others)
+                self.fused[at] += sum(count for (_, count), is_in in zip(alone[at], in_other, strict=True) if is_in)
+                alone[at] = [row for row, is_in in zip(alone[at], in_other, strict=True) if not is_in]
+        for (side, index, _), rows in zip(sides, alone, strict=True):
+            self.unmatched_calls[side == "b"] += sum(count for _, count in rows)
+            rows = rows[: max(self.limit - len(self._unmatched), 0)]
+            for (_, count), record in zip(rows, _records(index, rows), strict=True):
+                key = record.module, record.op, record.phase, record.grad_of
+                self._unmatched.append(Unmatched(side, index.columns.rank, *key, count, record.index))
 
     def add_first(self, call: CallDifference, before: tuple[int, int], optimizer: bool) -> None:
         """Add `first`, `before` and `optimizer` of a process."""
@@ -199,7 +202,7 @@ class DiffTotals:
         )
 
 
-def _alone(index: Index, numbers: Sequence[int] | Array) -> list[tuple[StoredCall, int]]:
+def _alone(index: Index, numbers: Sequence[int] | Array) -> list[list[int]]:
     """The first of these calls with each key that is selected, and how many there are, in the order of the calls."""
     found: dict[int, list[int]] = {}
     for start in range(0, len(numbers), CHUNK):
@@ -210,9 +213,17 @@ def _alone(index: Index, numbers: Sequence[int] | Array) -> list[tuple[StoredCal
         each = np.unique(index.kinds["key"][kinds[chosen]], return_index=True, return_counts=True)
         for key, at, count in zip(*(column.tolist() for column in each), strict=True):
             found.setdefault(key, [int(some[at]), 0])[1] += count
-    rows = sorted(found.values())
-    calls = index.columns.calls_at(np.array([first for first, _ in rows], np.int64), given=False)
-    return [*zip(calls, (count for _, count in rows), strict=True)]
+    return sorted(found.values())
+
+
+def _records(index: Index, rows: Sequence[Sequence[int]]) -> list[CallRecord]:
+    """The records of the calls with which rows begin."""
+    firsts = np.array([first for first, _ in rows], np.int64)
+    return [call.record for call in index.columns.calls_at(firsts, given=False)] if rows else []
+
+
+def _has_kernels(index: Index) -> bool:
+    return any(index.columns.signature(number).record.ops is not None for number in index.columns.used)
 
 
 def _order(call: CallDifference) -> tuple[bool, _Place]:
