@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
+import gc
 import os
+import signal
 import subprocess
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable
@@ -70,23 +74,33 @@ def run_script(code: str, *, check: bool = True) -> subprocess.CompletedProcess[
 
 
 def run_forked(program: Callable[[], Any]) -> int:
-    """Run a program in a forked child, and return the exit status as a shell has it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns about forks beside threads
-        child = os.fork()
-    if not child:
-        status = 1
-        try:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-            program()
-            status = 0
-        except SystemExit as end:
-            status = end.code if isinstance(end.code, int) else 1
-        except KeyboardInterrupt:
-            status = 130
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    """Run a program in a forked child, and return the exit status as a shell has it.
+
+    What a child writes to stderr is shown if it crashes.
+    """
+    with tempfile.TemporaryFile() as errors:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns about forks beside threads
+            child = os.fork()
+        if not child:
+            status = 1
+            try:
+                os.dup2(errors.fileno(), 2)
+                faulthandler.enable(2)
+                gc.freeze()  # what frees the parent's garbage may wait for threads that a child does not have
+                program()
+                status = 0
+            except SystemExit as end:
+                status = end.code if isinstance(end.code, int) else 1
+            except KeyboardInterrupt:
+                status = 130
+            finally:
+                os._exit(status)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if -status in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS):
+            errors.seek(0)
+            print(errors.read().decode(errors="replace"))
+    return status
 
 
 forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
