@@ -59,6 +59,7 @@ class Pipeline:
         opaque: How many calls of each opaque operator have run, by name.
         unseen: The names there of what is no call: code that bypasses the dispatcher, in the order in which it ran.
         skip: Counts a call of an operator that is not looked at.
+        sees_writes: Whether its block watches every operator, and so sees what writes to tensors.
         end_step: The handles of hooks with an `end_step`.
     """
 
@@ -92,6 +93,7 @@ class Pipeline:
         self._counting = threading.RLock()  # held for nothing else, so that it can be taken under any other
         self._skipped = itertools.count()
         self.skip: Callable[[], int] = self._skipped.__next__
+        self.sees_writes = False
         self._lock = threading.RLock()
         self._entered_by: set[object] = set()
         self._inside: deque[Handle] = deque()  # handles of hooks that have entered and not exited

@@ -263,6 +263,7 @@ class Watcher:
         self._chosen_at = self.engine.version(self._families)
         self.only_products = not chosen.entries and set(chosen.families) <= set(PRODUCTS)
         keys: Any = self.engine.keys(self.ops)
+        self.pipeline.sees_writes = chosen.everything and {*chosen.without} <= {"view"}
         self.patched = patched_of(chosen)
         self.unknown: Any = self.engine.unknown() if "matmul" in chosen.families else frozenset()
         self.skipped: Any = frozenset()

@@ -7,6 +7,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "remembered.h"
 #include "threads.h"
 #include "values.h"
 
@@ -183,7 +184,7 @@ PyObject* opintercept::as_found(const Sums& sums, PyObject* hash, PyObject* powe
 }
 
 bool opintercept::read_sums(
-    const at::Tensor& tensor, const Target* target, bool hashed, bool zeros, Sums& sums, uint64_t& hash) {
+    const at::Tensor& tensor, const Target* target, bool hashed, bool zeros, Keep keeps, Sums& sums, uint64_t& hash) {
   Request request;
   request.target = target;
   request.hash = hashed;
@@ -192,10 +193,18 @@ bool opintercept::read_sums(
   if (!layout.describe(tensor, request.in_order(), request.takes_whole())) {
     return false;
   }
+  const bool remembers = keeps != Keep::NOTHING && is_worth_remembering(layout);
+  const Asked asked{tensor, layout, request};
+  if (remembers && recall(asked, sums, hash)) {
+    return true;
+  }
   Answer answer;
   CHOSEN(read)(layout, request, workers_for(layout.count), answer);
   sums = answer.sums;
   hash = answer.hash;
+  if (remembers) {
+    keep(asked, keeps == Keep::WRITTEN, sums, hash);
+  }
   return true;
 }
 

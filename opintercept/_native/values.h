@@ -24,8 +24,13 @@ PyObject* wrapped(const at::Tensor& tensor);
 // The tensor of a Python object. False if it is not one, or of a subclass.
 bool as_tensor(PyObject* value, at::Tensor& tensor);
 
+// Whether what is read of a tensor is kept until an operator writes to it, see `remembered.h`: no, yes, or yes, and it was
+// written to by the operator that has just run.
+enum class Keep { NOTHING, VALUES, WRITTEN };
+
 // These return false for a tensor that they cannot read.
-bool read_sums(const at::Tensor& tensor, const Target* target, bool hashed, bool zeros, Sums& sums, uint64_t& hash);
+bool read_sums(
+    const at::Tensor& tensor, const Target* target, bool hashed, bool zeros, Keep keeps, Sums& sums, uint64_t& hash);
 bool find_range(const at::Tensor& tensor, Ends& ends);
 
 // What `values.read` returns. Takes over the references; null if one of them is.

@@ -93,7 +93,7 @@ def test_a_twin_and_the_test_of_it_exist(what: str, python: str, cpp: str, test:
 
 def test_every_source_in_cpp_that_repeats_python_has_a_twin() -> None:
     named = {Path(cpp.strip("`")).name for _, _, cpp, _ in TWINS if cpp.endswith(".cpp`")}
-    own = {"ring.cpp", "sets.cpp", "values.cpp", "checksums.cpp"}  # only C++ has a ring, and layouts to find
+    own = {"ring.cpp", "sets.cpp", "values.cpp", "remembered.cpp", "checksums.cpp"}  # only C++ has a ring, and layouts
     own |= {"driver.cpp", "readings.cpp", "checks.cpp"}  # and launches
     assert named | own == {path.name for path in (ROOT / "opintercept").rglob("*.cpp")}
 
@@ -111,6 +111,7 @@ def test_the_page_on_threads_names_every_mutex() -> None:
         *of_driver,
         "Reading::mutex",
         *of_records,
+        "Memory::mutex",
         "left_mutex",
         "Ring::mutex",
     ]
@@ -123,6 +124,7 @@ def test_the_page_on_threads_names_every_mutex() -> None:
         "readings.cpp",
         "records.h",
         "records.h",
+        "remembered.cpp",
         "ring.cpp",
         "ring.h",
     ]

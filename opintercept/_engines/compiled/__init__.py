@@ -74,6 +74,7 @@ class Extension:
         on_forget(extension.forget_links)
         self.ring: Callable[[], Ring] = extension.Ring
         scope.state.unseen_by_compiled = extension.unseen
+        self.remember: Callable[[int, int], int] = extension.remember
         self.running: Callable[[], int] = extension.running
         extension.set_up_signature(record.signature_of, torch.Tensor, torch.nn.Parameter)
         self.signature_of: Callable[..., Any] = extension.signature_of
@@ -111,8 +112,8 @@ def _rings_of(watch: scope.Watch, overload: torch._ops.OpOverload) -> tuple[Any,
         The rings of the pipelines that see it; whether it is opaque; the places of its operands; those of other
         arguments with tensors that it reads, with their slots in a record, or -1 for the next free ones; the places of
         the arguments that it writes to, and of those among them that it reads; whether its outputs are views or
-        uninitialised, which nobody reads; whether it has a row in the tables of products and convolutions; and how many
-        tensors among its outputs are for the program.
+        uninitialised, which nobody reads; whether it has a row in the tables of products and convolutions; whether a
+        block that sees it watches every operator; and how many tensors among its outputs are for the program.
     """
     row = watch.row
     rings = tuple(pipeline.queue.ring for pipeline in watch.pipelines if pipeline.queue is not None)
@@ -149,7 +150,8 @@ def _rings_of(watch: scope.Watch, overload: torch._ops.OpOverload) -> tuple[Any,
     )
     unread = not makes_values(overload)
     results = results_of(row.name, row.family)
-    return rings, row.opaque, places, others, written, read, unread, row.family != "other", results or _ALL
+    in_table, sees_writes = row.family != "other", any(pipeline.sees_writes for pipeline in watch.pipelines)
+    return rings, row.opaque, places, others, written, read, unread, in_table, sees_writes, results or _ALL
 
 
 def _is_one_tensor(argument: torch._C.Argument) -> bool:

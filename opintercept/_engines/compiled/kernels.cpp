@@ -6,6 +6,7 @@
 
 #include "kernels.h"
 
+#include "../../_native/remembered.h"
 #include "../../_native/values.h"
 
 #include <ATen/autocast_mode.h>
@@ -21,6 +22,7 @@
 #include <torch/csrc/utils/tensor_memoryformats.h>
 
 #include <cstddef>
+#include <cstring>
 #include <iterator>
 #include <numeric>
 
@@ -33,6 +35,7 @@ PyObject* opintercept_set_up_signature(PyObject*, PyObject*);
 PyObject* opintercept_read(PyObject*, PyObject* const*, Py_ssize_t);
 PyObject* opintercept_extent(PyObject*, PyObject*);
 PyObject* opintercept_storage(PyObject*, PyObject*);
+PyObject* opintercept_remember(PyObject*, PyObject*);
 PyObject* opintercept_project(PyObject*, PyObject* const*, Py_ssize_t);
 PyObject* opintercept_sign_sums(PyObject*, PyObject* const*, Py_ssize_t);
 PyObject* opintercept_set_up_values(PyObject*, PyObject*);
@@ -52,6 +55,10 @@ thread_local PyObject* opintercept::hidden_here = nullptr;
 thread_local bool opintercept::inside_noted = false;
 size_t opintercept::prepared = 0;
 std::atomic<bool> opintercept::has_tasks{false};
+
+const c10::StorageImpl* opintercept::storage_of(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
+}
 
 // What the other sources need of headers that take long to compile.
 
@@ -328,6 +335,29 @@ bool frozen(PyObject* output) {
   return !PyList_CheckExact(output);
 }
 
+// Runs an operator, and forgets what was read of the tensors that it may have written to.
+void run_below(const Overload& overload, const c10::OperatorHandle& op, DispatchKeySet below, Stack* stack) {
+  struct Forgets {
+    c10::SmallVector<c10::weak_intrusive_ptr<c10::StorageImpl>, 4> written; // the stack may hold the last reference
+    ~Forgets() {
+      for (const auto& storage : written) {
+        forget_values(storage._unsafe_get_target());
+      }
+    }
+  } forgets;
+  if (!overload.writes.empty() && remembers_any()) {
+    const c10::IValue* values = stack->data() + stack->size() - overload.count;
+    for (size_t place : overload.writes) {
+      each_tensor(values[place], [&](const at::Tensor& tensor) {
+        if (tensor.has_storage()) {
+          forgets.written.push_back(tensor.storage().getWeakStorageImpl());
+        }
+      });
+    }
+  }
+  op.redispatchBoxed(below, stack);
+}
+
 // invoke(head, *args, **kwargs), which `run` calls between its hooks.
 PyObject* invoke(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject* names) {
   ShownCall* call = reinterpret_cast<Head*>(args[0])->call;
@@ -341,7 +371,7 @@ PyObject* invoke(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject* n
       {
         Inside inside(call);
         pybind11::gil_scoped_release nogil;
-        call->op->redispatchBoxed(call->below, call->stack);
+        run_below(*call->overload, *call->op, call->below, call->stack);
       }
       call->count = call->op->schema().returns().size();
       call->output = outputs_to_python(*call->overload, *call->stack, call->count);
@@ -352,7 +382,12 @@ PyObject* invoke(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject* n
     std::vector<PyObject*> all(args, args + count + named);
     all[0] = raw.get();
     Inside inside(call);
-    return PyObject_Vectorcall(call->overload->in_python().redispatch, all.data(), static_cast<size_t>(count), names);
+    PyObject* result =
+        PyObject_Vectorcall(call->overload->in_python().redispatch, all.data(), static_cast<size_t>(count), names);
+    if (!call->overload->writes.empty()) {
+      forget_values(nullptr); // of what a hook has put in the place of arguments, too
+    }
+    return result;
   } catch (...) {
     set_error(std::current_exception());
     return nullptr;
@@ -381,7 +416,7 @@ struct Kernel final : c10::OperatorKernel {
     DispatchKeySet below = keyset & BELOW;
     if (keyset.has(DispatchKey::Meta) || keyset.has_any(UNREAL_KEYS) || is_fake(op, *stack) ||
         !ran_with_hooks(*overload, op, below, stack)) {
-      op.redispatchBoxed(below, stack);
+      run_below(*overload, op, below, stack);
     }
   }
 
@@ -402,8 +437,8 @@ struct Kernel final : c10::OperatorKernel {
       return false;
     }
     bool idle = !saved;
-    auto run_below = [&](Stack* on) { op.redispatchBoxed(below, on); };
-    if (!idle && ran_noted(overload, run_below, op.schema().returns().size(), stack, saved)) {
+    auto run_here = [&](Stack* on) { run_below(overload, op, below, on); };
+    if (!idle && ran_noted(overload, run_here, op.schema().returns().size(), stack, saved)) {
       return true;
     }
     pybind11::gil_scoped_acquire gil;
@@ -454,8 +489,8 @@ struct Kernel final : c10::OperatorKernel {
     }
     if (remember(overload, scope, watch.get())) {
       pybind11::gil_scoped_release nogil;
-      auto run_below = [&](Stack* on) { op.redispatchBoxed(below, on); };
-      if (ran_noted(overload, run_below, op.schema().returns().size(), stack, saved)) {
+      auto run_here = [&](Stack* on) { run_below(overload, op, below, on); };
+      if (ran_noted(overload, run_here, op.schema().returns().size(), stack, saved)) {
         return true;
       }
     }
@@ -581,7 +616,12 @@ PyObject* prepare(PyObject*, PyObject* args) {
   try {
     auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload_name);
     auto* made = new Overload{Py_NewRef(key), foreign != 0, prepared++, constructs != 0};
+    const bool is_atens =
+        std::strncmp(name, "aten::", 6) == 0; // others need not say it, as those of collectives do not
     for (const auto& argument : op.schema().arguments()) {
+      if (!is_atens || (argument.alias_info() != nullptr && argument.alias_info()->isWrite())) {
+        made->writes.push_back(made->count);
+      }
       made->count++;
       made->positional += !argument.kwarg_only();
     }
@@ -615,6 +655,7 @@ PyObject* install(PyObject*, PyObject* args) {
             "opintercept"));
     return PyCapsule_New(handle, nullptr, [](PyObject* capsule) {
       delete static_cast<c10::RegistrationHandleRAII*>(PyCapsule_GetPointer(capsule, nullptr));
+      forget_values(nullptr); // what it writes to is not seen from now on
     });
   } catch (...) {
     set_error(std::current_exception());
@@ -686,6 +727,7 @@ PyMethodDef methods[] = {
     {"read", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(opintercept_read)), METH_FASTCALL, nullptr},
     {"extent", opintercept_extent, METH_O, nullptr},
     {"storage", opintercept_storage, METH_O, nullptr},
+    {"remember", opintercept_remember, METH_VARARGS, nullptr},
     {"project", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(opintercept_project)), METH_FASTCALL, nullptr},
     {"sign_sums",
      reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(opintercept_sign_sums)),

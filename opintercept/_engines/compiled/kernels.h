@@ -47,6 +47,7 @@ struct Overload {
   size_t number; // counts the overloads, see `prepared`
   bool constructs; // whether torch makes objects of subclasses from its output, see `kernels.CONSTRUCTORS`
   size_t count = 0, positional = 0; // arguments
+  std::vector<size_t> writes; // the arguments that it may write to: those of its schema, and all of another library's
   bool generated = false; // whether it is no operator but the launch of a generated kernel, see `launches.cpp`
   c10::KernelFunction kernel; // one for ever: a library may be unloaded while a thread runs its operator
   mutable const Described* described = nullptr;
@@ -84,6 +85,20 @@ struct Hidden {
 PyObject* positional_of(const Overload& overload, const c10::IValue* values); // a tuple
 PyObject* keywords_of(const Overload& overload, const c10::IValue* values); // a dict
 PyObject* outputs_to_python(const Overload& overload, const Stack& stack, size_t count);
+
+// Calls `use` for each tensor of an argument or output, in lists too.
+template <typename Use>
+void each_tensor(const c10::IValue& value, const Use& use) {
+  if (value.isList()) {
+    for (const c10::IValue& item : value.toListRef()) {
+      each_tensor(item, use);
+    }
+  } else if (value.isTensor() && value.toTensor().defined()) {
+    use(value.toTensor());
+  }
+}
+
+const c10::StorageImpl* storage_of(const at::Tensor& tensor); // null where there is none
 
 // Runs a call and notes it for hooks that need no more. False, with nothing changed, if the hooks have to see it. `run`
 // puts so many outputs in the place of the arguments.

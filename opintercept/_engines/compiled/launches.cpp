@@ -7,6 +7,7 @@
 #include "kernels.h"
 #include "stack.h"
 
+#include "../../_native/remembered.h"
 #include "../../_native/threads.h"
 #include "../../_native/values.h"
 
@@ -97,7 +98,11 @@ bool put(Stack& stack, PyObject* value) {
 // Runs the kernel, and notes it if a block watches it. Null without an exception if Python has to.
 PyObject* launch(Launcher& launcher, PyObject* const* args, size_t given, PyObject* names) {
   size_t count = static_cast<size_t>(PyVectorcall_NARGS(given));
-  auto run = [&] { return check(PyObject_Vectorcall(launcher.kernel, args, given, names)); };
+  auto run = [&] {
+    PyObject* result = PyObject_Vectorcall(launcher.kernel, args, given, names);
+    forget_values(nullptr); // of what it has written to
+    return check(result);
+  };
   if (inside_noted) {
     return run();
   }
@@ -166,7 +171,9 @@ PyObject* call(PyObject* self, PyObject* const* args, size_t given, PyObject* na
     set_error(std::current_exception());
     return nullptr;
   }
-  return PyObject_Vectorcall(launcher.in_python, args, given, names);
+  PyObject* result = PyObject_Vectorcall(launcher.in_python, args, given, names);
+  forget_values(nullptr); // as above
+  return result;
 }
 
 int traverse(PyObject* self, visitproc visit, void* arg) {

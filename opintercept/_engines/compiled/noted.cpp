@@ -11,12 +11,15 @@
 #include "ring.h"
 #include "stack.h"
 
+#include "../../_native/remembered.h"
+
 #include <c10/core/AutogradState.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
 #include <chrono>
+#include <list>
 #include <optional>
 #include <unordered_map>
 
@@ -30,6 +33,8 @@ PyObject *number_of_name, *lasting_call_site_name, *link_name, *links_name, *for
     *end_call_name, *deliver_name, *flush_name, *link_in_function_name, *begin_backward_name;
 Slot state_everywhere, scope_everywhere, scope_carried, scope_notes, watch_row, watch_hidden;
 
+constexpr int ALL = 1 << 30;
+
 struct Entry {
   std::vector<Ring*> rings; // of the pipelines, in order
   std::vector<PyObject*> owned;
@@ -41,7 +46,8 @@ struct Entry {
   bool opaque = false; // then each call becomes a row, to be counted
   bool unread = false; // whether it makes no values, as `_ops.families.makes_values` says
   bool in_table = true; // and not one of those that `ops="all"` adds
-  int results = 0; // how many of its tensors are for the program, see `_ops.scratch.FOR_PROGRAM`
+  bool sees_writes = false; // whether a block watches every operator
+  int results = 0; // how many of its tensors are for the program, see `_ops.scratch.FOR_PROGRAM`; or `ALL`
   PyObject *row = nullptr, *name = nullptr; // the row's
   PyObject* hidden_scope = nullptr; // the watch owns it, and the scope the watch
   ScopePtr hidden;
@@ -116,6 +122,7 @@ struct Part {
   bool described = false; // whether the key says all that a look depends on
   bool generated = false; // whether a wrapper of Inductor makes the call
   std::array<Values, ROLES> values;
+  std::list<Values> more; // of what a record has no slot for; they stay where they are
   device::Launch launch; // reads those that are on a device
 
   const Plan& plan() const {
@@ -127,27 +134,28 @@ struct Part {
   bool records_alone() const { // whether values are read for nothing but a record
     return plan().writes != nullptr && !plan().rows;
   }
+  bool records_values() const {
+    return plan().writes != nullptr && plan().written[OUTPUT];
+  }
+  template <typename Use>
+  void each_values(const Use& use) {
+    std::for_each(values.begin(), values.end(), use);
+    std::for_each(more.begin(), more.end(), use);
+  }
 };
 
-// Calls `use` for each tensor of an argument or output, in lists too, but not for the numbers of the program.
+// As `each_tensor`, but for the numbers of the program.
 template <typename Use>
-void each_tensor(const c10::IValue& value, const Use& use) {
-  if (value.isList()) {
-    for (const c10::IValue& item : value.toListRef()) {
-      each_tensor(item, use);
+void each_real(const c10::IValue& value, const Use& use) {
+  each_tensor(value, [&](const at::Tensor& tensor) {
+    if (!tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
+      use(tensor);
     }
-  } else if (
-      value.isTensor() && value.toTensor().defined() && !value.toTensor().unsafeGetTensorImpl()->is_wrapped_number()) {
-    use(value.toTensor());
-  }
+  });
 }
 
 bool holds(const std::vector<size_t>& places, size_t place) {
   return std::find(places.begin(), places.end(), place) != places.end();
-}
-
-const c10::StorageImpl* storage_of(const at::Tensor& tensor) { // null where there is none
-  return tensor.defined() && tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
 }
 
 PyObject* pipeline_of(const Ring* ring) { // borrowed: the watch's pipeline owns it
@@ -197,11 +205,11 @@ struct NotedCall {
       if (part.row.timing.is_open()) {
         device::drop(part.row.timing);
       }
-      for (Values& each : part.values) {
+      part.each_values([](Values& each) {
         if (each.pending.is_open()) { // seldom: this is the path of each call
           device::drop(each.pending);
         }
-      }
+      });
     }
   }
 
@@ -218,16 +226,19 @@ struct NotedCall {
     return tensor.defined() ? &tensor : nullptr;
   }
 
-  using Operands = std::array<const at::Tensor*, ROLES>;
+  struct Operands {
+    std::array<const at::Tensor*, ROLES> slots{};
+    c10::SmallVector<const at::Tensor*, 0> more;
+  };
 
   // The tensors that are read before the operator runs. A record has others beside the operands, as `_ops.slots` says.
   Operands operands(const Part& part) const {
-    Operands found{};
+    Operands found;
     if (!reads_any()) {
       return found;
     }
     for (size_t role = 0; role < ROLES; role++) {
-      found[role] = operand(role);
+      found.slots[role] = operand(role);
     }
     if (part.plan().writes != nullptr) {
       for (auto [position, slot] : entry.others) {
@@ -252,11 +263,13 @@ struct NotedCall {
         fill(found, free, item);
       }
     } else if (value.isTensor() && value.toTensor().defined() && !is_number(value.toTensor())) {
-      while (free < ROLES && (found[free] != nullptr || is_output(free))) {
+      while (free < ROLES && (found.slots[free] != nullptr || is_output(free))) {
         free++;
       }
       if (free < ROLES) {
-        found[free] = &value.toTensor();
+        found.slots[free] = &value.toTensor();
+      } else {
+        found.more.push_back(&value.toTensor());
       }
     }
   }
@@ -275,16 +288,32 @@ struct NotedCall {
   }
 
   bool reads(Part& part, size_t role, const at::Tensor& tensor) {
-    Values& found = part.values[role];
+    return reads(part, role, tensor, part.values[role]);
+  }
+
+  // The same of tensors without a slot.
+  bool reads_more(Part& part, c10::ArrayRef<const at::Tensor*> tensors, size_t role) {
+    return std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor* tensor) {
+      return reads(part, role, *tensor, part.more.emplace_back());
+    });
+  }
+
+  bool reads(Part& part, size_t role, const at::Tensor& tensor, Values& found) {
     const Plan& plan = part.plan();
     const Target* target = plan.has_target ? &plan.target : nullptr;
     if (!tensor.is_cpu() && tensor.numel() != 0) {
       const bool lasting = entry.in_table && role < OUTPUT && lasts(tensor);
+      if (part.launch.is_full() && !launch(part)) {
+        return false;
+      }
       found.known = part.launch.takes(tensor, plan.hashed, target, found.pending, lasting);
       return found.known;
     }
-    found.known =
-        !tensor.is_cpu() || read_sums(tensor, target, plan.hashed, !part.records_alone(), found.sums, found.hash);
+    // What a generated kernel writes is not counted, nor what an operator makes.
+    const bool counts_later = role >= OUTPUT && role < AFTER_OUTPUTS && writes() && !overload.generated;
+    const Keep keeps = !entry.sees_writes ? Keep::NOTHING : counts_later ? Keep::WRITTEN : Keep::VALUES;
+    found.known = !tensor.is_cpu() ||
+        read_sums(tensor, target, plan.hashed, !part.records_alone(), keeps, found.sums, found.hash);
     return found.known;
   }
 
@@ -426,9 +455,9 @@ struct NotedCall {
       return true;
     }
     if (entry.unread) {
-      return part.ring->write(part.known, key, part.row, {});
+      return part.ring->write(part.known, key, part.row, {}, {});
     }
-    bool written = part.ring->write(part.known, key, part.row, part.values);
+    bool written = part.ring->write(part.known, key, part.row, part.values, part.more);
     for (size_t role = 0; role < ROLES; role++) {
       if (!is_output(role) && entry.positions[role] < 0) {
         part.values[role].known = false;
@@ -532,18 +561,27 @@ struct NotedCall {
   bool reads_written() const {
     std::vector<const c10::StorageImpl*> memory;
     for (size_t place : entry.written) {
-      each_tensor(values[place], [&](const at::Tensor& tensor) { memory.push_back(storage_of(tensor)); });
+      each_real(values[place], [&](const at::Tensor& tensor) { memory.push_back(storage_of(tensor)); });
     }
     bool found = false;
     for (size_t i = 0; i < overload.count; i++) {
       if (!holds(entry.written, i)) {
-        each_tensor(values[i], [&](const at::Tensor& tensor) {
+        each_real(values[i], [&](const at::Tensor& tensor) {
           const auto* own = storage_of(tensor);
           found = found || (own != nullptr && std::find(memory.begin(), memory.end(), own) != memory.end());
         });
       }
     }
     return found;
+  }
+
+  // Of what has been read of tensors that the call has written to, where its operator's kernel does not know of it.
+  void forget_written() const {
+    if (entry.written.size() > overload.writes.size() && remembers_any()) {
+      for (size_t place : entry.written) {
+        each_tensor(given[place], [](const at::Tensor& tensor) { forget_values(storage_of(tensor)); });
+      }
+    }
   }
 
   // Looks for values that are not finite in what the call is about to overwrite. False if there are any, or if that
@@ -555,14 +593,14 @@ struct NotedCall {
   bool take_arguments(size_t more) { // and then so many others in the same launch
     size_t count = 0;
     for (size_t i = 0; i < overload.count; i++) {
-      each_tensor(values[i], [&](const at::Tensor&) { count++; });
+      each_real(values[i], [&](const at::Tensor&) { count++; });
     }
     ranges.placed = later;
     ranges.expect(count + more);
     bool taken = true;
     for (size_t i = 0; i < overload.count; i++) {
       const bool is_read = holds(entry.overwritten, i) || (later && !holds(entry.written, i));
-      each_tensor(values[i], [&](const at::Tensor& tensor) {
+      each_real(values[i], [&](const at::Tensor& tensor) {
         if (is_read) {
           taken = taken && ranges.take(tensor, lasts(tensor) && !holds(entry.written, i));
         } else {
@@ -585,7 +623,7 @@ struct NotedCall {
     bool finite = ranges.settle();
     size_t number = 0;
     for (size_t i = 0; i < overload.count; i++) {
-      each_tensor(values[i], [&](const at::Tensor& tensor) {
+      each_real(values[i], [&](const at::Tensor& tensor) {
         const Range& range = ranges.all()[number++];
         if (range.is_read && holds(entry.overwritten, i)) {
           before.emplace_back(tensor, range.ends);
@@ -627,7 +665,7 @@ struct NotedCall {
   Results results_of(const c10::IValue* outputs, size_t count) const {
     Results found;
     for (size_t i = 0; i < count && (writes() || !entry.unread); i++) {
-      each_tensor(outputs[i], [&](const at::Tensor& tensor) {
+      each_real(outputs[i], [&](const at::Tensor& tensor) {
         if (static_cast<int>(found.size()) < entry.results) {
           found.emplace_back(&tensor, -1);
         }
@@ -636,7 +674,7 @@ struct NotedCall {
     int number = 0;
     const size_t returned = found.size();
     for (size_t i = 0; i < overload.count && writes(); i++) {
-      each_tensor(given[i], [&](const at::Tensor& tensor) {
+      each_real(given[i], [&](const at::Tensor& tensor) {
         auto is_same = [&](const auto& each) { return each.first->is_same(tensor); };
         if (holds(entry.written, i) && std::none_of(found.begin(), found.begin() + returned, is_same)) {
           found.emplace_back(&tensor, number);
@@ -708,6 +746,17 @@ struct Key {
 
 thread_local std::string Key::kept;
 
+// The outputs for which a record has no slot.
+c10::SmallVector<const at::Tensor*, 0> more_of(const std::vector<at::Tensor>& results) {
+  c10::SmallVector<const at::Tensor*, 0> found;
+  for (size_t i = AFTER_OUTPUTS - OUTPUT; i < results.size(); i++) {
+    if (results[i].defined()) {
+      found.push_back(&results[i]);
+    }
+  }
+  return found;
+}
+
 // What the outputs say. Returns whether the pipeline's hooks have to see the call.
 bool look_at_outputs(
     NotedCall& call, Part& part, std::string& key, size_t described, const c10::IValue* outputs, size_t count) {
@@ -718,7 +767,10 @@ bool look_at_outputs(
   }
   if (call.reads_any()) {
     const bool strict = count > 0 && !part.records_alone(); // other hooks see what is not a tensor
-    const std::vector<at::Tensor> results = strict ? std::vector<at::Tensor>() : call.results(outputs, count);
+    std::vector<at::Tensor> results;
+    if (!strict || part.records_values()) {
+      results = call.results(outputs, count);
+    }
     for (size_t role = OUTPUT; role < AFTER_OUTPUTS && role - OUTPUT < (strict ? count : results.size()); role++) {
       if (!plan.reads[role] || (!strict && !results[role - OUTPUT].defined())) {
         continue;
@@ -735,6 +787,9 @@ bool look_at_outputs(
       if (!call.reads(part, role, strict ? outputs[role - OUTPUT].toTensor() : results[role - OUTPUT])) {
         return true;
       }
+    }
+    if (part.records_values() && call.entry.results == ALL && !call.reads_more(part, more_of(results), OUTPUT)) {
+      return true;
     }
     if (!NotedCall::launch(part) && !call.writes()) { // of what was overwritten, hooks would see the wrong values
       return true;
@@ -881,7 +936,7 @@ bool opintercept::ran_noted(
   if (finite && !at_once && !entry->unread) { // not for what computes on the host alone
     bool there = false, here = false;
     for (size_t i = 0; i < count; i++) {
-      each_tensor(call.values[i], [&](const at::Tensor& tensor) { (tensor.is_cpu() ? here : there) = true; });
+      each_real(call.values[i], [&](const at::Tensor& tensor) { (tensor.is_cpu() ? here : there) = true; });
     }
     call.later = there || !here;
   }
@@ -935,9 +990,13 @@ bool opintercept::ran_noted(
     }
     const NotedCall::Operands operands = call.operands(part);
     for (size_t role = 0; role < ROLES; role++) {
-      if (part.plan().reads[role] && operands[role] != nullptr && !call.reads(part, role, *operands[role])) {
+      const at::Tensor* tensor = operands.slots[role];
+      if (part.plan().reads[role] && tensor != nullptr && !call.reads(part, role, *tensor)) {
         return false;
       }
+    }
+    if (part.records_values() && !call.reads_more(part, operands.more, 0)) {
+      return false;
     }
     if (Checker* checker = part.plan().checker; checker != nullptr) {
       int64_t index = part.ring->calls.load(std::memory_order_relaxed); // or near it, with several threads
@@ -996,6 +1055,7 @@ bool opintercept::ran_noted(
     inside_noted = false;
   } catch (...) {
     inside_noted = false;
+    call.forget_written();
     call.elapsed = seconds_since(started);
     call.values = call.given.data();
     Locked locked;
@@ -1006,6 +1066,7 @@ bool opintercept::ran_noted(
     throw;
   }
   call.elapsed = seconds_since(started);
+  call.forget_written();
   for (Part& part : call.parts) {
     if (part.row.timing.is_open()) {
       device::end(*call.timed, part.row.timing);
@@ -1042,10 +1103,10 @@ bool opintercept::remember(const Overload& overload, PyObject* scope, PyObject* 
   if (found.get() != Py_None) {
     auto made = std::make_unique<Entry>();
     PyObject *rings, *positions, *others, *written, *overwritten;
-    int opaque, unread, in_table, results;
+    int opaque, unread, in_table, sees_writes, results;
     if (!PyArg_ParseTuple(
             found.get(),
-            "O!pO!O!O!O!ppi",
+            "O!pO!O!O!O!pppi",
             &PyTuple_Type,
             &rings,
             &opaque,
@@ -1059,12 +1120,14 @@ bool opintercept::remember(const Overload& overload, PyObject* scope, PyObject* 
             &overwritten,
             &unread,
             &in_table,
+            &sees_writes,
             &results)) {
       check(nullptr);
     }
     made->opaque = opaque;
     made->unread = unread;
     made->in_table = in_table;
+    made->sees_writes = sees_writes;
     made->results = results;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(rings); i++) {
       made->rings.push_back(ring_of(PyTuple_GET_ITEM(rings, i)));

@@ -13,6 +13,7 @@
 #include <cstddef>
 #include <cstring>
 #include <new>
+#include <utility>
 
 namespace opintercept {
 
@@ -83,16 +84,18 @@ void Records::Unfinished::finish() {
     Values values;
     values.pending = each.pending;
     values.settle();
-    if (!values.known || !describe(tensors[call.rows[each.role] - 1], values)) {
-      call.rows[each.role] = 0;
+    uint32_t& number = written.number_of(each.role);
+    if (!values.known || !describe(written.tensors[number - 1], values)) {
+      number = 0;
     }
   }
 }
 
 bool Records::put(
-    const Row& row, const std::array<Values, ROLES>& values, const std::array<bool, ROLES>& written, uint32_t signature,
-    uint32_t site) {
-  StoredCall call{};
+    const Row& row, const std::array<Values, ROLES>& values, const std::array<bool, ROLES>& wanted,
+    const std::list<Values>& more, uint32_t signature, uint32_t site) {
+  Written written{};
+  StoredCall& call = written.call;
   call.index = row.index;
   call.step = row.step;
   call.forward = row.forward;
@@ -103,17 +106,30 @@ bool Records::put(
   call.site = site;
   call.phase = row.backward ? BACKWARD : FORWARD;
   call.grad_of = static_cast<uint8_t>(row.grad_of + 1);
-  std::array<StoredTensor, ROLES> found{};
-  size_t count = 0;
   c10::SmallVector<Late, ROLES> late;
-  for (size_t role = 0; role < ROLES; role++) {
-    if (written[role] && values[role].known) {
-      if (values[role].pending.is_open()) {
-        late.push_back({role, values[role].pending});
-      } else if (!describe(found[count], values[role])) {
-        return false;
-      }
-      call.rows[role] = static_cast<uint32_t>(++count);
+  written.more.resize(more.size());
+  auto add = [&](size_t role, const Values& found) {
+    if (!found.known) {
+      return true;
+    }
+    StoredTensor& tensor = written.tensors.emplace_back();
+    written.number_of(role) = static_cast<uint32_t>(written.tensors.size());
+    if (found.pending.is_open()) {
+      late.push_back({role, found.pending});
+      return true;
+    }
+    return describe(tensor, found);
+  };
+  size_t role = 0;
+  for (const Values& found : values) {
+    if (wanted[role] && !add(role, found)) {
+      return false;
+    }
+    role++;
+  }
+  for (const Values& found : more) {
+    if (!add(role++, found)) {
+      return false;
     }
   }
   if (is_full()) {
@@ -122,7 +138,7 @@ bool Records::put(
   for (const Late& each : late) {
     device::share(each.pending);
   }
-  put(call, found, count, late);
+  put(std::move(written), late);
   return true;
 }
 
@@ -132,23 +148,20 @@ bool Records::is_full() {
 }
 
 void Records::put(StoredCall call, std::vector<StoredTensor>& found) {
-  std::array<StoredTensor, ROLES> tensors{};
-  const size_t count = std::min(found.size(), ROLES);
-  std::copy_n(found.begin(), count, tensors.begin());
-  put(call, tensors, count, {});
+  put({call, {found.begin(), found.begin() + static_cast<ptrdiff_t>(std::min(found.size(), ROLES))}, {}}, {});
 }
 
-void Records::put(StoredCall& call, std::array<StoredTensor, ROLES>& found, size_t count, c10::ArrayRef<Late> late) {
+void Records::put(Written written, c10::ArrayRef<Late> late) {
   {
     std::lock_guard lock(mutex);
     const bool is_mapped = to_calls != nullptr, is_whole = late.empty() && (is_mapped || unfinished.empty());
     if (is_mapped || is_whole) {
-      write(call, found.data(), count, late); // also what a device may never read: that call is looked for
+      write(written, late); // also what a device may never read: that call is looked for
     }
     if (is_whole) {
       return;
     }
-    unfinished.push_back({call, found, count, {late.begin(), late.end()}, next - 1}); // in the order of the calls
+    unfinished.push_back({std::move(written), {late.begin(), late.end()}, next - 1}); // in the order of the calls
   }
   write_finished(false);
 }
@@ -174,7 +187,7 @@ void Records::write_finished(bool waits) {
     oldest->finish();
     std::lock_guard lock(mutex);
     if (to_calls == nullptr) {
-      write(oldest->call, oldest->tensors.data(), oldest->count);
+      write(oldest->written);
     } else {
       write_late(*oldest);
     }
@@ -182,15 +195,20 @@ void Records::write_finished(bool waits) {
   }
 }
 
-void Records::write(StoredCall& call, StoredTensor* found, size_t count, c10::ArrayRef<Late> late) {
+void Records::write(Written& written, c10::ArrayRef<Late> late) {
   if (!is_open) {
     return; // outside of the block
   }
+  auto& [call, found, numbers] = written;
   if (to_calls == nullptr) {
+    const auto before = static_cast<uint32_t>(tensors.size());
     for (uint32_t& row : call.rows) {
-      row += row == 0 ? 0 : static_cast<uint32_t>(tensors.size());
+      row += row == 0 ? 0 : before;
     }
-    tensors.insert(tensors.end(), found, found + count);
+    for (uint32_t row : numbers) {
+      more.push_back({static_cast<uint32_t>(calls.size()), row == 0 ? 0 : row + before});
+    }
+    tensors.insert(tensors.end(), found.begin(), found.end());
     calls.push_back(call);
     return;
   }
@@ -200,8 +218,8 @@ void Records::write(StoredCall& call, StoredTensor* found, size_t count, c10::Ar
   // A process that reads the file meanwhile, or after a kill, drops what does not check, in whatever order it sees
   // this.
   to_calls[slot].check = 0;
-  for (size_t i = 0; i < count && i < rows_of_call; i++) {
-    auto is_it = [&](const Late& each) { return call.rows[each.role] == i + 1; };
+  for (size_t i = 0; i < found.size() && i < rows_of_call; i++) {
+    auto is_it = [&](const Late& each) { return written.number_of(each.role) == i + 1; };
     if (std::none_of(late.begin(), late.end(), is_it)) {
       found[i].check = check_of(found[i], lap);
       to_tensors[slot * rows_of_call + i] = found[i];
@@ -218,8 +236,8 @@ void Records::write_late(Unfinished& finished) {
   }
   const uint64_t first = finished.number % slots * rows_of_call;
   for (const Late& each : finished.late) {
-    if (const uint32_t row = finished.call.rows[each.role]; row != 0 && row <= rows_of_call) {
-      StoredTensor& tensor = finished.tensors[row - 1];
+    if (const uint32_t row = finished.written.number_of(each.role); row != 0 && row <= rows_of_call) {
+      StoredTensor& tensor = finished.written.tensors[row - 1];
       tensor.check = check_of(tensor, finished.number / slots + 1);
       to_tensors[first + row - 1] = tensor;
     }
@@ -253,15 +271,17 @@ PyObject* Records::take(bool waits) {
   PyEval_RestoreThread(state);
   std::vector<StoredCall> taken_calls;
   std::vector<StoredTensor> taken_tensors;
+  decltype(more) taken_more;
   {
     std::lock_guard lock(mutex);
     taken_calls.swap(calls);
     taken_tensors.swap(tensors);
+    taken_more.swap(more);
   }
   if (taken_calls.empty()) {
     Py_RETURN_NONE;
   }
-  return Py_BuildValue("(NN)", bytes_of(taken_calls), bytes_of(taken_tensors));
+  return Py_BuildValue("(NNN)", bytes_of(taken_calls), bytes_of(taken_tensors), bytes_of(taken_more));
 }
 
 void Records::close() {
@@ -290,6 +310,7 @@ void Records::forget_parent() {
   unfinished.clear(); // a child has no device
   calls.clear();
   tensors.clear();
+  more.clear();
 }
 
 namespace {

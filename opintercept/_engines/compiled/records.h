@@ -14,6 +14,7 @@
 #include <array>
 #include <cstdint>
 #include <deque>
+#include <list>
 #include <mutex>
 #include <vector>
 
@@ -48,14 +49,15 @@ class Records {
   // Without buffers, how many calls may wait. False with an exception.
   bool open(PyObject* calls, PyObject* tensors, uint64_t room, uint64_t before);
 
-  // False if a value has no room in a record, or too many calls wait.
+  // `more` are the values of tensors for which a record has no slot, which those in mapped files never have. False if a
+  // value has no room in a record, or too many calls wait.
   bool put(
       const Row& row, const std::array<Values, ROLES>& values, const std::array<bool, ROLES>& written,
-      uint32_t signature, uint32_t site);
+      const std::list<Values>& more, uint32_t signature, uint32_t site);
   void put(StoredCall call, std::vector<StoredTensor>& tensors); // the numbers of whose rows begin at 1
   bool is_full(); // whether so many calls wait that the next ones should
-  // The bytes of the waiting calls and of their tensors; None if there are none. Of calls whose tensors a device still
-  // reads only if it `waits`.
+  // The bytes of the waiting calls, of their tensors, and of pairs of a call and of a tensor without a slot, or 0 for one
+  // that could not be read; None if there are none. Of calls whose tensors a device still reads only if it `waits`.
   PyObject* take(bool waits);
   // Writes the calls whose values have arrived, the oldest first, or waits for them. Better without the interpreter's lock.
   void write_finished(bool waits);
@@ -67,14 +69,21 @@ class Records {
 
  private:
   struct Late { // a tensor that a device still reads
-    size_t role;
+    size_t role; // or `ROLES` and more for those without a slot
     device::Pending pending;
+  };
+  struct Written { // a call with its tensors, by whose numbers it knows them, from 1
+    StoredCall call;
+    c10::SmallVector<StoredTensor, ROLES> tensors;
+    c10::SmallVector<uint32_t, 0> more; // the numbers of those without a slot; 0 for one that could not be read
+
+    uint32_t& number_of(size_t role) {
+      return role < ROLES ? call.rows[role] : more[role - ROLES];
+    }
   };
   // A call with such tensors, or one behind it. That of a mapped file is written already, but for these tensors.
   struct Unfinished {
-    StoredCall call;
-    std::array<StoredTensor, ROLES> tensors;
-    size_t count;
+    Written written;
     c10::SmallVector<Late, ROLES> late;
     uint64_t number; // of the call in a mapped file
 
@@ -82,9 +91,9 @@ class Records {
     void finish();
   };
 
-  void put(StoredCall& call, std::array<StoredTensor, ROLES>& found, size_t count, c10::ArrayRef<Late> late);
+  void put(Written written, c10::ArrayRef<Late> late);
   // With the mutex. Of the tensors that a device still reads only the places, if to a mapped file.
-  void write(StoredCall& call, StoredTensor* tensors, size_t count, c10::ArrayRef<Late> late = {});
+  void write(Written& written, c10::ArrayRef<Late> late = {});
   void write_late(Unfinished& finished); // their values, if the file still has the call
 
   std::mutex mutex;
@@ -97,6 +106,7 @@ class Records {
   StoredTensor* to_tensors = nullptr;
   std::vector<StoredCall> calls; // that wait
   std::vector<StoredTensor> tensors;
+  std::vector<std::array<uint32_t, 2>> more;
 };
 
 PyObject* new_records();

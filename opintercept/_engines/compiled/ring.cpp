@@ -238,7 +238,8 @@ bool Ring::put(
 }
 
 bool Ring::write(
-    const GenerationPtr& known, const std::string& key, const Row& row, const std::array<Values, ROLES>& values) {
+    const GenerationPtr& known, const std::string& key, const Row& row, const std::array<Values, ROLES>& values,
+    const std::list<Values>& more) {
   const Plan& plan = *known->plan;
   uint32_t signature, site = 0; // that of no place
   {
@@ -252,7 +253,7 @@ bool Ring::write(
       site = known->place_numbers[row.place];
     }
   }
-  return plan.writes->put(row, values, plan.written, signature, site);
+  return plan.writes->put(row, values, plan.written, more, signature, site);
 }
 
 bool Ring::put(const std::string& key, Unjudged& call, PyObject* look) {

@@ -151,7 +151,8 @@ class Ring {
 
   // Writes the record of a row instead. As `put`, and false if too many wait.
   bool write(
-      const GenerationPtr& known, const std::string& key, const Row& row, const std::array<Values, ROLES>& values);
+      const GenerationPtr& known, const std::string& key, const Row& row, const std::array<Values, ROLES>& values,
+      const std::list<Values>& more);
 
   // Keeps a call that looks like this until its ranges have arrived. With the look of a call that was just shown to the
   // hooks, it need not be known. False, with nothing taken, if it is not, or if the hooks must see such calls.

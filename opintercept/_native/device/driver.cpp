@@ -529,6 +529,10 @@ Launch::Launch(Launch&&) noexcept = default;
 Launch& Launch::operator=(Launch&&) noexcept = default;
 Launch::~Launch() = default;
 
+bool Launch::is_full() const {
+  return wanted.size() == MOST_JOBS;
+}
+
 size_t Launch::size() const {
   return wanted.size();
 }

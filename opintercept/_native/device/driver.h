@@ -69,6 +69,7 @@ class Launch {
   // The same into rows on the device, behind each other; the scratch is for as many tensors.
   bool start(void* rows, void* scratch);
   size_t size() const;
+  bool is_full() const;
 
  private:
   bool launch(void* scratch, uint64_t mark, void* stream);

@@ -441,14 +441,19 @@ class RunRecorder:
         return self._numbered(self._encoder.site(place))
 
     def learn(self, call: OpCall) -> bytes | None:
-        """The number of the call's signature, for kernels; None if it has more tensors than they read."""
+        """The number of the call's signature, for kernels; None if it has more tensors than there is room for."""
         if self._waits:
             self._wake()
         tensors = tensors_of(call, whole=False, tokens={}) if self.tensors == "stats" else []
-        if len(slots_of(role for role, _ in tensors)) < len(tensors):
+        slots = slots_of(role for role, _ in tensors)
+        more = tuple(role for role, _ in tensors if role not in slots)
+        if more and self._flight is not None:
             return None
         roles = tuple((role, tensor.numel(), True) for role, tensor in tensors)
-        return self._numbered(self._encoder.signature(call.note(), self._arguments(call, call.summary), roles))
+        number = self._encoder.signature(call.note(), self._arguments(call, call.summary), roles)
+        if more:
+            self._encoder.without_slot[number] = more
+        return self._numbered(number)
 
     def _numbered(self, number: int) -> bytes:
         if self._flight is not None:

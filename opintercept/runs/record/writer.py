@@ -15,6 +15,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,15 +25,26 @@ import numpy as np
 from opintercept._core.errors import OpInterceptError
 from opintercept._core.in_kernel import Sink
 from opintercept._core.record import PendingRecord
-from opintercept._native.layout import SLOTS
+from opintercept._native.layout import LEFT_OUT, SLOTS
 from opintercept._values.stats import Values
 from opintercept.runs.record.claim import LOCK, Claim, check_unclaimed
 from opintercept.runs.store import records
 from opintercept.runs.store.flight import FLIGHT, Snapshot
 from opintercept.runs.store.processes import SUMMARY
-from opintercept.runs.store.records import CALL, CALL_TEXTS, CALLS, SHARED_TEXTS, TENSOR, Encoder, seal
+from opintercept.runs.store.records import (
+    CALL,
+    CALL_TEXTS,
+    CALLS,
+    MORE,
+    SHARED_TEXTS,
+    TENSOR,
+    TEXTS,
+    Array,
+    Encoder,
+    seal,
+)
 from opintercept.runs.store.run import INFO, TENSORS, RunInfo, child_folders, rank_folders, read_info
-from opintercept.runs.store.texts import MAX_LINE
+from opintercept.runs.store.texts import MAX_LINE, sealed
 
 INTERVAL = 1.0  # seconds between two writes, unless a batch is full before
 _SOON = 0.02  # seconds until the first one; a process that is killed early, such as a worker of a pool, loses little
@@ -150,10 +163,10 @@ class Writer(threading.Thread):
         """Queue the calls of kernels. Those whose values a device still reads come later."""
         taken = None if self.sink is None else self.sink.take(self._closing)
         if taken is not None:
-            calls, tensors = (
-                np.frombuffer(bytearray(part), kind) for part, kind in zip(taken, (CALL, TENSOR), strict=True)
+            calls, tensors, more = (
+                np.frombuffer(bytearray(part), kind) for part, kind in zip(taken, (CALL, TENSOR, MORE), strict=True)
             )
-            self._waiting.append(Snapshot(calls, tensors, b"", 0))
+            self._waiting.append(Snapshot(calls, tensors, b"", 0, more))
             self._calls += len(calls)
 
     def describe(self, info: RunInfo) -> None:
@@ -298,21 +311,31 @@ class Writer(threading.Thread):
 
     def _add_many(self, entry: Snapshot) -> dict[str, Any]:
         """Add the calls of kernels or of a flight recorder to the batch."""
-        calls, tensors = entry.calls, entry.tensors
-        used, places = np.unique(np.stack([calls[slot] for slot in SLOTS]), return_inverse=True)
+        calls, tensors, more = entry.calls, entry.tensors, entry.more
+        used, places = np.unique(np.concatenate([*(calls[s] for s in SLOTS), more["row"]]), return_inverse=True)
         kept = tensors[used[used > 0] - 1]
         kept["check"] = 0
         data, size = kept.tobytes(), TENSOR.itemsize
         rows = [self._row(data[start : start + size]) for start in range(0, len(data), size)]
-        numbers = np.array([*[0] * (len(used) - len(kept)), *rows], np.uint32)[places].reshape(len(SLOTS), -1)
-        for slot, column in zip(SLOTS, numbers, strict=True):
+        numbers = np.array([*[0] * (len(used) - len(kept)), *rows], np.uint32)[places]
+        for slot, column in zip(SLOTS, numbers[: len(SLOTS) * len(calls)].reshape(len(SLOTS), -1), strict=True):
             calls[slot] = column
         for call in np.flatnonzero(calls["text"]).tolist():
             start = int(calls["text"][call]) - 1
             calls["text"][call] = self._text(entry.texts[start : entry.texts.index(b"\n", start) + 1])
+        without_slot = zip(more["call"].tolist(), numbers[len(SLOTS) * len(calls) :].tolist(), strict=True)
+        for call, pairs in groupby(without_slot, itemgetter(0)):
+            self._add_more(calls[call : call + 1], [row for _, row in pairs])
         calls["lap"] = 0
         self._batch.calls.append(calls.tobytes())
         return {}
+
+    def _add_more(self, call: Array, rows: list[int]) -> None:
+        """Write the text of a call of a kernel, with the rows of the tensors that its record has no slot for."""
+        roles = self._encoder.without_slot.get(int(call["signature"][0]), ())
+        more = {role: row for role, row in zip(roles, rows, strict=False) if row}
+        place = self._text(sealed({"index": int(call["index"][0]), "more": more})) if len(roles) == len(rows) else -1
+        call["text"], call["has"] = (place, 1 << TEXTS.index("more")) if place > 0 else (0, LEFT_OUT)
 
     def _row(self, packed: bytes) -> int:
         """The number of a tensor's values, which are added to the batch unless they are known."""
@@ -417,7 +440,9 @@ def _parts(entry: QueuedCall | Snapshot) -> Iterator[QueuedCall | Snapshot]:
     """The calls of an entry one by one."""
     if isinstance(entry, Snapshot):
         for number in range(len(entry.calls)):
-            yield entry._replace(calls=entry.calls[number : number + 1])
+            more = entry.more[entry.more["call"] == number]
+            more["call"] = 0
+            yield entry._replace(calls=entry.calls[number : number + 1], more=more)
     else:
         yield entry
 

@@ -21,7 +21,17 @@ from opintercept._core.record import PendingRecord
 from opintercept._native.layout import LATE, LEFT_OUT, SLOTS
 from opintercept._values.stats import Values
 from opintercept.runs.store.files import read_plain
-from opintercept.runs.store.records import CALL, ROWS_OF_CALL, SHARED_TEXTS, TENSOR, Array, Encoder, checks_of, seal
+from opintercept.runs.store.records import (
+    CALL,
+    MORE,
+    ROWS_OF_CALL,
+    SHARED_TEXTS,
+    TENSOR,
+    Array,
+    Encoder,
+    checks_of,
+    seal,
+)
 from opintercept.runs.store.texts import members_of
 
 FLIGHT_CALLS, FLIGHT_TENSORS, FLIGHT_TEXTS = "flight-calls.bin", "flight-tensors.bin", "flight-texts.jsonl"
@@ -143,6 +153,7 @@ class Snapshot(NamedTuple):
     tensors: Array
     texts: bytes  # the file of their texts
     left_out: int  # calls that had no room, or were being written
+    more: Array = np.zeros(0, MORE)  # tensors without a slot, of calls of kernels
 
 
 NOTHING = Snapshot(np.zeros(0, CALL), np.zeros(0, TENSOR), b"", 0)

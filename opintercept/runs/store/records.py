@@ -40,6 +40,9 @@ IN_TEXT = tuple(name for name in HINTS if name not in FORMATS)
 """Fields that were added and are no numbers, or that few calls have."""
 CALL: Any = np.dtype(layout.CALL)
 TENSOR: Any = np.dtype(layout.TENSOR)
+MORE: Any = np.dtype([("call", "<u4"), ("row", "<u4")])
+"""Tensors for which a record has no slot, as kernels hand them over: the number of the call, from 0, and of the tensor,
+from 1, or 0 for one that could not be read."""
 ROWS_OF_CALL = len(SLOTS)
 """How many tensors a call of a flight recorder has room for."""
 
@@ -121,6 +124,7 @@ class Encoder:
         self.signatures, self.sites = Texts(), Texts()
         self._known: dict[int, tuple[Summary, Summary]] = {}  # kept alive, so that no other gets its address
         self._alike: dict[Summary, Summary] = {}
+        self.without_slot: dict[int, tuple[str, ...]] = {}  # the roles of a signature that no record has a slot for
         self.site(NOWHERE)  # 0, as kernels have it
 
     def record(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from compiler import needs_compiler
 
-from opintercept import hooks, intercept, runs
+from opintercept import OpCall, hooks, intercept, runs
 from opintercept._engines.overloads import everything
 from opintercept._ops.families import makes_values
 from opintercept._ops.scratch import UNREAD
@@ -65,6 +66,52 @@ def test_both_kinds_of_kernels_write_the_same_run_of_all_operators(tmp_path: Pat
     one, other = ([seen(call) for call in calls if call.record.op not in LEFT_OUT] for calls in found)
     assert one == other
     assert len(one) > 100
+
+
+def take_many(path: Path, engine: Any, **options: Any) -> list[runs.StoredCall]:
+    """Calls with more tensors than a record has slots for: lists that are read, written and returned."""
+    block = intercept(runs.RunRecorder(path, **options), ops="all", engine=engine)
+    with contextlib.suppress(LookupError), block:
+        for number in range(6):
+            many = [torch.full((place + 1,), number + place / 8) for place in range(12)]
+            torch.cat(many)
+            torch._foreach_add_(torch._foreach_mul(many, 2.0), many)
+            torch.stack([many[0], *many[:1] * 5]) @ torch.ones(1, 2)
+        raise LookupError("so that a flight recorder writes its calls")
+    return list(runs.open_run(path).calls())
+
+
+@pytest.mark.parametrize("options", [{}, {"flight": 256}], ids=str)
+def test_tensors_for_which_a_record_has_no_slot_are_written_as_well(
+    tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = take_many(tmp_path / "kernel", "kernel", **options)
+    shown: list[str] = []
+    post = runs.RunRecorder.post
+
+    def show(self: runs.RunRecorder, call: OpCall) -> None:
+        shown.append(call.op)
+        post(self, call)
+
+    monkeypatch.setattr(runs.RunRecorder, "post", show)
+    other = take_many(tmp_path / "compiled", "compiled", **options)
+    assert list(map(seen, one)) == list(map(seen, other))
+    if options:  # the file of a flight recorder has slots alone
+        assert shown.count("aten::_foreach_add_") == 6
+    else:
+        assert shown.count("aten::_foreach_add_") == 1
+        last = [call for call in other if call.record.op == "aten::_foreach_mul"][-1]
+        assert last.values["output.11"].mean == 2 * last.values["self[11]"].mean
+        assert len(last.values) == 24
+
+
+@pytest.mark.filterwarnings("ignore:stopped recording")
+def test_a_run_that_gets_full_has_whole_calls_of_many_tensors(tmp_path: Path) -> None:
+    whole = take_many(tmp_path / "whole", "compiled")
+    size = sum(file.stat().st_size for file in (tmp_path / "whole").iterdir())
+    part = take_many(tmp_path / "part", "compiled", max_bytes=size - 4000)
+    assert list(map(seen, part)) == list(map(seen, whole[: len(part)]))
+    assert 20 < len(part) < len(whole)
 
 
 def overwrite(path: Path, engine: Any, first: float) -> list[Any]:
