@@ -68,7 +68,7 @@ def _others() -> dict[str, Make]:
 
 
 def run(smoke: bool) -> list[Row]:
-    """Time three models forward, a training step, and entering and leaving a block."""
+    """Time three models forward, a training step, two compiled models, and entering and leaving a block."""
     in_c = compiled(_ours("compiled", _HOOKS))
     few = {f"kernels in Python, {name}": make for name, make in _ours("kernel", _FEW).items()}
     few |= {f"mode engine, {name}": make for name, make in _ours("mode", _FEW).items()}
@@ -114,7 +114,34 @@ def run(smoke: bool) -> list[Row]:
                 bounds={f"compiled kernels, {name}": ("plain", bound) for name, bound in most.items() if in_c},
                 check=False,  # modes change the last bits
             )
-    return found + _entering(smoke)
+    return found + _graphs(smoke, in_c) + _entering(smoke)
+
+
+def _graphs(smoke: bool, in_c: dict[str, Make]) -> list[Row]:
+    """Time graphs of torch.compile, whose generated kernels are calls.
+
+    A compiled function that finds its modules by itself may find others next time, so that each call is looked at.
+    """
+    torch.manual_seed(0)
+    model = llama(width=256)
+    tokens = torch.randint(0, 100, (2, 64))
+    most = {"Recorder": 1.1, "NonFinite": 1.15, 'RunRecorder("stats")': 1.5}
+    makes = {name: make for name, make in in_c.items() if name.partition(", ")[2] in most}
+    bounds = {f"compiled kernels, {name}": ("plain", bound) for name, bound in most.items()}
+    compiled_model: Any = torch.compile(model)
+    programs = {
+        "Llama, 4 layers of width 256, compiled": (lambda: compiled_model(tokens, use_cache=False).logits, bounds)
+    }
+    if not smoke:
+        function = torch.compile(lambda: model(tokens, use_cache=False).logits)
+        programs["The same in a compiled function"] = function, {}
+        if (body := encoding(torch.compile)) is not None:
+            programs["MiniLM, 8 sentences, compiled"] = body, bounds
+    found: list[Row] = []
+    for program, (body, limits) in programs.items() if makes else ():
+        every = {"plain": contextlib.nullcontext} | makes
+        found += compare("every", program, inference(body), every, rounds=1 if smoke else 15, bounds=limits)
+    return found
 
 
 def _entering(smoke: bool) -> list[Row]:
