@@ -240,6 +240,15 @@ def test_a_generator_does_not_bring_a_call_to_python(shown: Counter[str]) -> Non
     assert [record.op for record in recorder.records] == ["aten::normal_", "aten::bernoulli"] * 4
 
 
+@pytest.mark.parametrize("columns", [61, 67])
+def test_no_block_sees_the_operators_by_which_kernels_prepare_a_check(columns: int) -> None:
+    recorder = hooks.Recorder()
+    with intercept([hooks.Checksum(), recorder], ops="all", engine="compiled"):
+        for _ in range(3):
+            torch.ones(2, 3) @ torch.ones(3, columns)  # as many as no product before has had
+    assert {record.op for record in recorder.records} == {"aten::fill_", "aten::mm"}
+
+
 @pytest.mark.parametrize("engine", ["kernel", "compiled"])
 def test_what_a_kernel_in_python_raises_reaches_the_program(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_args: Any, **_options: Any) -> Any:

@@ -64,6 +64,16 @@ class _ByOperators(NamedTuple):
             return SuspectRow(int(flat), self.height, suspected, self.terms.cpu())
 
 
+def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for kernels to call, outside of hooks: no block sees the operators that it runs."""
+
+    def unseen(*args: Any) -> Any:
+        with unwatched():
+            return function(*args)
+
+    return unseen
+
+
 class _Waiting(NamedTuple):
     """The verdict on one product."""
 
@@ -232,7 +242,7 @@ class Checksum(Finds[WrongProduct]):
         with self._lock:
             if self._checker is None:
                 checker = make()
-                functions = sums.signs_for, positions_of, self._limits_of
+                functions = _unseen(sums.signs_for), _unseen(positions_of), _unseen(self._limits_of)
                 checker.set_up(SCREEN * self._sigma, self._exact, self._every_calls, *functions)
                 self._checker = checker
             return self._checker
