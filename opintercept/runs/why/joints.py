@@ -125,6 +125,7 @@ class Joints:
         self._by_name: dict[str, Tensor] = {}
         self._by_size: dict[int, list[Tensor]] = defaultdict(list)
         self._by_content: dict[tuple[str, str], Tensor] = {}
+        self._bits: set[tuple[str, str]] = set()
         self._rows: dict[int, _Rows | None] = {}
         self._cache: dict[str, torch.Tensor] = {}
         self._cached = 0
@@ -137,11 +138,14 @@ class Joints:
                     found.makers.append(step.number)
 
     def _add(self, region: Region, values: Values | None) -> Tensor | None:
-        if region.name is None or not is_real(self.program, region) or not math.prod(region.shape):
+        if region.name is None or not math.prod(region.shape):
+            return None
+        kind = self.program.dtype(region)
+        self._bits.add((content_of(region.name), kind))
+        if not is_real(self.program, region):
             return None
         found = self._by_name.get(region.name)
         if found is None:
-            kind = self.program.dtype(region)
             found = self._by_name[region.name] = Tensor(region, DTYPES.get(kind, torch.float32))
             self._by_size[math.prod(region.shape)].append(found)
             if values is None or values.min is None or values.min != values.max:
@@ -185,12 +189,8 @@ class Joints:
         return None if math.prod(region.shape) == 1 and found.moments(self)[2] else Laid(found, self, region.shape)
 
     def has_bits(self, program: Program, region: Region) -> bool:
-        """Whether B has a tensor with the same bits, were it but a constant."""
-        name, kind = region.name, program.dtype(region)
-        return name is not None and any(
-            content_of(each.region.name or "") == content_of(name) and self.program.dtype(each.region) == kind
-            for each in self._by_size[math.prod(region.shape)]
-        )
+        """Whether B has a tensor with the same bits, were it a constant, or one of whole numbers."""
+        return region.name is not None and (content_of(region.name), program.dtype(region)) in self._bits
 
     def has_noise(self, spread: Spread) -> bool:
         """Whether values of A are nothing but rounding, as the gradient of the bias of keys, and B makes such, too."""

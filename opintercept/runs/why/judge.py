@@ -18,7 +18,7 @@ from opintercept._core.text import counted
 from opintercept._ops.fragment import UNKNOWN
 from opintercept._values import rounding
 from opintercept.runs.program.evaluate import Perturber
-from opintercept.runs.program.program import Program, Region, Step
+from opintercept.runs.program.program import Program, Step
 from opintercept.runs.store.run import Run
 from opintercept.runs.why.answer import Answer, Cause, Layer, Loss, Place, Verdict
 from opintercept.runs.why.both import Both
@@ -220,12 +220,7 @@ class Judge(Both):
         if not operators or not after or self.a.steps[number].operator in operators:
             return False
         made = (region for user, _ in self.a.users[number] for region in self.a.steps[user].outputs)
-        return not after & bad or all(region is not None and self._in_b(region) for region in made)
-
-    def _in_b(self, region: Region) -> bool:
-        """Whether a call of B makes numbers with the same bits."""
-        made = (each.name for step in self.b.steps for each in step.outputs if each is not None)
-        return region.name is not None and content_of(region.name) in (content_of(name) for name in made if name)
+        return not after & bad or all(each is not None and self.joints.has_bits(self.a.program, each) for each in made)
 
     def _comes_to_nothing(self, sweep: Sweep, number: int, values: torch.Tensor) -> bool:
         """Whether a gradient is A's times a number, as in an earlier step, of which B's next weights show nothing."""
