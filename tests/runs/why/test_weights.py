@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from opintercept import intercept, runs
+from opintercept.runs.why.joining import weights
 from opintercept.runs.why.joining.calls import JoinedCalls, linked
 from opintercept.runs.why.joining.rows import fingerprints
 from opintercept.runs.why.joining.weights import Joining, Side
@@ -99,6 +101,29 @@ def test_how_weights_were_joined_is_known(by: str, tmp_path: Path) -> None:
     other = FORMS[by](w)
     joining, links = joined(tmp_path, lambda: x @ w.mT @ last.mT, lambda: x @ other.mT @ last.mT)
     assert {joining.matches[match].by for _, match in links.of_a[0] if match is not None} == {by}
+
+
+@pytest.mark.parametrize(("changed", "known"), [(lambda rows: torch.randn_like(rows[:30]), 50), (FORMS["values"], 79)])
+def test_far_too_many_rows_are_not_compared_in_pairs(
+    changed: Callable[[torch.Tensor], torch.Tensor], known: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rows = torch.randn(80, 16, generator=torch.Generator().manual_seed(7))
+    other, x = rows.clone(), torch.randn(2, 16)
+    other[: len(changed(rows))] = changed(rows)
+    other[0] = -rows[0]
+    pairs = list[int]()
+
+    def noting(own: Callable[..., Any], *given: torch.Tensor) -> Any:
+        pairs.append(len(given[0]) ** 2)
+        return own(*given)
+
+    for name in ("distances", "_mutual"):
+        monkeypatch.setattr(weights, name, functools.partial(noting, getattr(weights, name)))
+    monkeypatch.setattr(weights, "_MOST", 100)
+    joining, _ = joined(tmp_path, lambda: x @ rows.mT, lambda: x @ other.mT)
+    assert max(pairs, default=0) <= 100
+    found = [row for each in joining.matches for row in each.rows_a.tolist()]
+    assert [*range(80 - known, 80)] == sorted({*found} - {0})[-known:]
 
 
 def test_a_parameter_that_changes_in_place_stays_the_same_weight(tmp_path: Path) -> None:

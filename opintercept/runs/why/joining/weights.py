@@ -38,6 +38,7 @@ _REST = 0.1  # what may remain of a difference once a low-rank product is added
 _TOKENS = 4  # that tell one column of what is multiplied from the others
 _SAME_COLUMN = 0.05  # the largest squared distance of two such columns that are the same, relative to their norms
 _SHORTEST = 16  # elements that tell a row whatever their order, or some rows: fewer are the same by chance
+_MOST = 1 << 25  # pairs of rows whose distances are computed, which take a gigabyte with what is made of them
 
 
 @dataclass(slots=True)
@@ -419,15 +420,19 @@ class Joining:
 
     def _close(self, a: int, b: int, left: Array, mine: torch.Tensor, theirs: torch.Tensor) -> Match | None:
         """The rows that are alike: those of the same numbers, or if these are more, the most similar ones."""
-        best, mutual = _mutual(mine @ theirs.T)
         rows, own, k = np.flatnonzero(self.b.weights[b].left), self.a.rows(a), self.a.weights[a].shape[2]
-        both = np.intersect1d(left, rows)
-        found = []
-        for rows_a, rows_b in ((both, both), (left[mutual.numpy()], rows[best[mutual].numpy()])):
+
+        def alike_in(rows_a: Array, rows_b: Array) -> Match:
             one, other = own[rows_a].double(), self.b.rows(b)[rows_b].double()
             same = torch.cosine_similarity(one, other, dim=1).numpy() > _SAME
-            found.append(Match(a, b, rows_a[same], rows_b[same], "values", (0, k), (0, k)))
-        most = max(found, key=lambda match: len(match.rows_a))
+            return Match(a, b, rows_a[same], rows_b[same], "values", (0, k), (0, k))
+
+        both = np.intersect1d(left, rows)
+        most = alike_in(both, both)
+        if len(most.rows_a) < len(left) and len(mine) * len(theirs) <= 4 * _MOST:
+            best, mutual = _mutual(mine @ theirs.T)
+            found = alike_in(left[mutual.numpy()], rows[best[mutual].numpy()])
+            most = max(most, found, key=lambda match: len(match.rows_a))
         return most if len(most.rows_a) else None
 
     def _add_rest(self) -> None:
@@ -465,6 +470,8 @@ class Joining:
         columns = [each.reshape(-1, each.size(-1)).mT for each in (x, y)]
         if columns[0].shape != columns[1].shape or columns[0].size(1) < _TOKENS or alike(*columns) == len(columns[0]):
             return None
+        if len(columns[0]) ** 2 > _MOST:
+            return None
         cost = distances(*columns)
         own, others = nearest(cost)
         return others if len(own) == len(cost) and bool((cost[own, others] < _SAME_COLUMN).all()) else None
@@ -473,7 +480,7 @@ class Joining:
         left_a, left_b = (
             np.flatnonzero(side.weights[each].left) for side, each in ((self.a, like.a), (self.b, like.b))
         )
-        if not len(left_a) or not len(left_b):
+        if not 0 < len(left_a) * len(left_b) <= _MOST:
             return
         one, other = self.a.rows(like.a)[left_a].double(), self.b.rows(like.b)[left_b].double()
         ia, ib = nearest(distances(one, other if like.order is None else other[:, like.order]))
@@ -559,7 +566,7 @@ def _close_rest(
     """Pair the rows that two weights do not have in common by their distance."""
     left = np.setdiff1d(np.arange(len(rows)), known)
     left_others = np.setdiff1d(np.arange(len(others)), known_others)
-    if not len(left) or not len(left_others):
+    if not 0 < len(left) * len(left_others) <= _MOST:
         return None
     one, other = rows[left].double(), others[left_others].double()
     ia, ib = nearest(distances(one, other))
