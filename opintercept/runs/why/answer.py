@@ -12,6 +12,7 @@ from opintercept._core.tables import Cells, Marked, Part, Table
 from opintercept._core.text import counted, printable
 from opintercept.runs.program.names import module_name
 from opintercept.runs.program.words import WIDTH, short_op
+from opintercept.runs.store.codec import StoredCall
 from opintercept.runs.store.run import RunHead
 
 CauseKind = Literal["weight", "input", "argument", "operand", "dtype", "operator", "result", "unknown"]
@@ -40,6 +41,12 @@ class Place(Plain):
     op: str
     module: str | None
     source: str | None
+
+    @classmethod
+    def of(cls, call: StoredCall) -> Place:
+        """The place of a recorded call."""
+        record = call.record
+        return cls(record.index, record.op, record.module, record.source)
 
     @property
     def name(self) -> str:

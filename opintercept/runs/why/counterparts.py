@@ -24,7 +24,7 @@ from opintercept.runs.why.flow import LEAF, Flow, is_real
 from opintercept.runs.why.joining.calls import linked
 from opintercept.runs.why.joining.tokens import MOST, distances, in_order
 from opintercept.runs.why.joining.weights import Joining, Match, Side
-from opintercept.runs.why.joints import Joint, Joints, Laid, Tensor, content_of
+from opintercept.runs.why.joints import Joint, Joints, Tensor, content_of
 from opintercept.runs.why.layouts import Layout, Share, layouts
 from opintercept.runs.why.noise import apart, unmasked
 from opintercept.runs.why.sweep import Sweep
@@ -260,8 +260,8 @@ class Counterparts:
     def _same_operands(self, sweep: Sweep, number: int, used: set[int]) -> Counterpart | None:
         """The output of B's call of the same operator on operands that A's call has, too."""
         step = self.a.steps[number]
-        mine: list[tuple[int, Joint | Laid | None]] = []
-        leaves: list[tuple[int, Joint | Laid | None]] = []
+        mine: list[tuple[int, Joint | None]] = []
+        leaves: list[tuple[int, Joint | None]] = []
         for place, writers in enumerate(self.a.writers[number]):
             region = step.inputs[place][1]
             if not writers or not is_real(self.a.program, region):
@@ -358,7 +358,7 @@ class Counterparts:
             for joint, (_, region) in zip(joints, other.inputs, strict=False)
         )
 
-    def joint_of(self, sweep: Sweep, number: int, place: int) -> Joint | Laid | None:
+    def joint_of(self, sweep: Sweep, number: int, place: int) -> Joint | None:
         """B's tensor for an input of a call."""
         edge = sweep.edges.get((number, place))
         if edge is not None:
@@ -369,7 +369,7 @@ class Counterparts:
         own = made is not None and made.memory == self.a.steps[number].inputs[place][1].memory  # and no other output
         return sweep.joined.get(writer) if own else None
 
-    def reads(self, region: Region, joint: Joint | Laid) -> bool:
+    def reads(self, region: Region, joint: Joint) -> bool:
         """Whether B reads a joint's tensor there, however it is laid out."""
         tensor = self.joints.of(region)
         if tensor is None or not joint.whole:
@@ -487,7 +487,7 @@ class Counterparts:
                 return self._filled(_SameRows(steps, at, of), base, number, "piece" if sure else "parameter")
         return None
 
-    def _readers(self, joint: Joint | Laid) -> dict[Any, list[Step]]:
+    def _readers(self, joint: Joint) -> dict[Any, list[Step]]:
         """The calls of B that read a vector and make rows, by where they are."""
         groups: dict[Any, list[Step]] = defaultdict(list)
         for step in self.b.steps:

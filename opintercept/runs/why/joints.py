@@ -10,9 +10,8 @@ import itertools
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -71,14 +70,14 @@ class Joint:
 
     Attributes:
         tensor: B's tensor, or the first of those that have its rows.
-        values: B's values in A's layout, `float64`.
+        given: B's values in A's layout, `float64`; or what reads them when they are asked for.
         whole: Whether one tensor of B has all of it, and no more.
         others: The other tensors that have its rows.
         pieces: Whether these tensors have nothing but its rows.
     """
 
     tensor: Tensor
-    values: torch.Tensor
+    given: torch.Tensor | Callable[[], torch.Tensor]
     whole: bool = True
     others: tuple[Tensor, ...] = ()
     pieces: bool = False
@@ -88,27 +87,10 @@ class Joint:
         """The places of the calls of B that make it."""
         return {maker for each in (self.tensor, *self.others) for maker in each.makers}
 
-
-class Laid(NamedTuple):
-    """A tensor of A that is one of B in some layout; its values are read when they are asked for."""
-
-    tensor: Tensor
-    joints: Joints
-    shape: tuple[int, ...]
-    layout: Layout | None = None  # None for the same order
-    whole: bool = True
-    pieces: bool = False
-
-    @property
-    def makers(self) -> set[int]:
-        """The places of the calls of B that make it."""
-        return {*self.tensor.makers}
-
     @property
     def values(self) -> torch.Tensor:
         """B's values in A's layout, `float64`."""
-        values = self.joints.values(self.tensor)
-        return values.reshape(self.shape) if self.layout is None else self.layout.laid(values, self.shape)
+        return self.given if isinstance(self.given, torch.Tensor) else self.given()
 
 
 class Joints:
@@ -179,14 +161,23 @@ class Joints:
             self._cached += read.numel()
         return self._cache[name]
 
-    def exact(self, program: Program, region: Region) -> Laid | None:
+    def exact(self, program: Program, region: Region) -> Joint | None:
         """The tensor of B with the same bits as a recorded tensor of A, in the same order."""
         if region.name is None:
             return None
         found = self._by_content.get((content_of(region.name), program.dtype(region)))
         if found is None or math.prod(found.region.shape) != math.prod(region.shape):
             return None
-        return None if math.prod(region.shape) == 1 and found.moments(self)[2] else Laid(found, self, region.shape)
+        return None if math.prod(region.shape) == 1 and found.moments(self)[2] else self._laid(found, region.shape)
+
+    def _laid(self, tensor: Tensor, shape: tuple[int, ...], layout: Layout | None = None) -> Joint:
+        """A tensor in another shape, in its own order without a layout."""
+
+        def read() -> torch.Tensor:
+            values = self.values(tensor)
+            return values.reshape(shape) if layout is None else layout.laid(values, shape)
+
+        return Joint(tensor, read)
 
     def has_bits(self, program: Program, region: Region) -> bool:
         """Whether B has a tensor with the same bits, were it a constant, or one of whole numbers."""
@@ -201,7 +192,7 @@ class Joints:
             if each.makers and not each.moments(self)[2]
         )
 
-    def find(self, spread: Spread, *, by_rows: bool = True) -> Joint | Laid | None:
+    def find(self, spread: Spread, *, by_rows: bool = True) -> Joint | None:
         """The tensor of B with the values of A, or those of the samples that B computes, to rounding."""
         found = self._find(spread) or (self._find_rows(spread) if by_rows else None)
         if found is None and by_rows and spread.base.dim() > 2:  # of the channels, as where B computes step by step
@@ -212,20 +203,17 @@ class Joints:
                 own = spread.part(functools.partial(share.part, dim=dim))
                 part = self._find(own) or (self._find_rows(own) if by_rows else None)
                 if part is not None:
-                    values = share.put(spread.base, part.values, dim)
-                    if isinstance(part, Joint):
-                        return replace(part, values=values)
-                    return Joint(part.tensor, values, part.whole)
+                    return replace(part, given=share.put(spread.base, part.values, dim))
         return found
 
-    def _find(self, spread: Spread) -> Laid | None:
+    def _find(self, spread: Spread) -> Joint | None:
         """The tensor of B with these values in some layout, of several the nearest."""
         base = spread.base
         if is_trivial(base) or not base.numel():
             return None
         flat = unmasked(base).reshape(-1)
         total, norm, count = float(flat.sum()), float(flat.norm()), flat.numel()
-        best: tuple[float, Laid] | None = None
+        best: tuple[float, Joint] | None = None
         for tensor in self._by_size[count]:
             noise = spread.usual(tensor.unit)
             if not spread.tells(tensor.unit):
@@ -242,7 +230,7 @@ class Joints:
                 if spread.ratio(values, tensor.unit) <= LIMIT:
                     distance = apart(base, values)
                     if best is None or distance < best[0]:
-                        best = distance, Laid(tensor, self, tuple(base.shape), layout)
+                        best = distance, self._laid(tensor, base.shape, layout)
                     break
             if best is not None and best[0] == 0:
                 break

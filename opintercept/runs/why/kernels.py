@@ -32,12 +32,8 @@ def wrong_kernels(run: Run, name: Literal["A", "B"]) -> tuple[list[WrongKernel],
         held += bool(judged)
         worst = max(judged, key=lambda each: each[1].excess, default=None)
         if worst is not None and worst[1].excess > 1:
-            record = call.record
-            place = Place(record.index, record.op, record.module, record.source)
-            wrong = worst[1]
-            found.append(
-                WrongKernel(name, place, tuple(record.ops or ()), wrong.node.op, wrong.excess, wrong.deviation)
-            )
+            wrong, ops = worst[1], tuple(call.record.ops or ())
+            found.append(WrongKernel(name, Place.of(call), ops, wrong.node.op, wrong.excess, wrong.deviation))
     return found, _told(name, held, len(calls))
 
 

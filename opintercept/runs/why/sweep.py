@@ -14,7 +14,7 @@ import torch
 from opintercept.runs.program.evaluate import Made, Perturber, attempted, read, recorded
 from opintercept.runs.program.program import ProgramMemory, Region, Step, last_uses
 from opintercept.runs.why.flow import LEAF, Flow, is_real
-from opintercept.runs.why.joints import Joint, Joints, Laid, is_trivial
+from opintercept.runs.why.joints import Joint, Joints, is_trivial
 from opintercept.runs.why.noise import LIMIT, Spread
 
 _TRIALS = 3
@@ -35,8 +35,8 @@ class Sweep:
         blind: The places of calls that cannot be computed from what B has, so that what was recorded stands for it.
     """
 
-    joined: dict[int, Joint | Laid] = field(default_factory=dict)
-    edges: dict[tuple[int, int], Joint | Laid] = field(default_factory=dict)
+    joined: dict[int, Joint] = field(default_factory=dict)
+    edges: dict[tuple[int, int], Joint] = field(default_factory=dict)
     given: dict[int, list[torch.Tensor | None]] = field(default_factory=dict)
     made: dict[int, Spread] = field(default_factory=dict)
     turned: dict[int, int] = field(default_factory=dict)
@@ -125,7 +125,7 @@ class Sweeper:
         if region.memory not in self._other and (exact := self.joints.exact(self._program, region)) is not None:
             found.edges[step.number, place] = exact
             return
-        joint: Joint | Laid | None
+        joint: Joint | None
         if writers == {LEAF}:
             joint = self._leaf(region)
         elif all(writer in found.joined for writer in writers) or self._is_whole(writers, region):
@@ -142,7 +142,7 @@ class Sweeper:
             found.edges[step.number, place] = joint
             self._put(region, joint.values)
 
-    def _leaf(self, region: Region) -> Joint | Laid | None:
+    def _leaf(self, region: Region) -> Joint | None:
         if region.memory in self._other:
             return None  # an earlier call that reads it has joined it
         return self.joints.find(Spread(self._program.value(region).double(), (), self.perturber.unit), by_rows=False)
@@ -218,9 +218,7 @@ class Sweeper:
                 if value is not None:
                     memory.write(region, value.reshape(region.shape))
 
-    def _join_output(
-        self, step: Step, place: int, region: Region, copies: list[Made], found: Sweep
-    ) -> Joint | Laid | None:
+    def _join_output(self, step: Step, place: int, region: Region, copies: list[Made], found: Sweep) -> Joint | None:
         values = [made[place] for made in copies if place < len(made)]
         base, *others = [each.reshape(region.shape).double() for each in values if each is not None]
         spread = Spread(base, others, self.perturber.unit)
@@ -231,7 +229,7 @@ class Sweeper:
                 found.joined[step.number] = joint
         return joint
 
-    def _recorded_alike(self, spread: Spread, region: Region) -> Laid | None:
+    def _recorded_alike(self, spread: Spread, region: Region) -> Joint | None:
         """B's tensor with the bits that A has recorded, if they are near what is computed: noise may be misjudged."""
         exact = self.joints.exact(self._program, region)
         if exact is None or not spread.ratio(exact.values, exact.tensor.unit) <= _ALIKE * LIMIT:

@@ -28,8 +28,7 @@ _BIASES = {"addmm": "self", "baddbmm": "self", "linear": "bias", "convolution": 
 
 def place_of(step: Step) -> Place:
     """A call in words."""
-    record = step.stored.record
-    return Place(record.index, record.op, record.module, record.source)
+    return Place.of(step.stored)
 
 
 def name_of(step: Step) -> str:

@@ -274,10 +274,5 @@ def _gemm_signature(record: CallRecord) -> Any:
 
 def _output_signature(record: CallRecord) -> Any:
     """How many elements the output has: a fused attention has as many as its last product."""
-    shape = _first_output(record)
-    return None if shape is None else math.prod(shape)
-
-
-def _first_output(record: CallRecord) -> tuple[int, ...] | None:
-    output = record.output[0] if isinstance(record.output, tuple) and record.output else record.output
-    return None if output is None or isinstance(output, tuple) else output.shape
+    output = next(iter(record.outputs), None)
+    return None if output is None else math.prod(output.shape)

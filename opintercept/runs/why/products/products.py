@@ -64,7 +64,7 @@ def judged_products(a: Run, b: Run) -> Answer:
         operators="products",
         joined=sum(each.reason is None for each in judge.figures.values()),
         calls=len(one.calls),
-        upto=f"{judge.compared}, {_place(one.calls[judge.last])}" if judge.last >= 0 else "",
+        upto=f"{judge.compared}, {Place.of(one.calls[judge.last])}" if judge.last >= 0 else "",
         causes=tuple(judge.causes),
         coarser=tuple(judge.coarser),
         rewritten=tuple(judge.rewritten),
@@ -200,7 +200,7 @@ class _Sweeping:
         operands = found.heads.operands if found.heads is not None else ("input",) if moved else ()
         visible = off or found.effect > allowed
         if (made_up or (operands and not visible)) and not (inherited or own):
-            self.rewritten.append(_place(self.joining.a.calls[number]))
+            self.rewritten.append(Place.of(self.joining.a.calls[number]))
         explained = any(each.kind == "dtype" or "updated" in each.what for each in own)  # by what rounds or trains it
         if operands and visible and not (made_up or inherited or explained or self._reopened()):
             own.append(self._input(number, found, operands))
@@ -256,7 +256,7 @@ class _Sweeping:
         calls, after = self.joining.a.calls, list[Place]()
         before = number - 1 if self.joining.a.attentions.get(number) is None else number - 2
         while before >= 0 and calls[before].rank == calls[number].rank:
-            after.insert(0, _place(calls[before]))
+            after.insert(0, Place.of(calls[before]))
             if not before or self._input_of(before - 1) is None or self._input_of(before - 1) != self._input_of(before):
                 break
             before -= 1
@@ -301,7 +301,7 @@ class _Sweeping:
 
     def _cause(self, number: int, kind: CauseKind, what: str) -> Cause:
         other = self.joining.b.calls[self.links.of_a[number][0][0]]
-        return Cause(kind, what, _place(self.joining.a.calls[number]), other=_place(other))
+        return Cause(kind, what, Place.of(self.joining.a.calls[number]), other=Place.of(other))
 
     @property
     def compared(self) -> str:
@@ -337,7 +337,7 @@ class _Sweeping:
         apart = [*self._apart()]
         first = dict(reversed(apart))
         for (run, reason), count in Counter(key for key, _ in apart).most_common(_SHOWN):
-            calls = f"{counted(count, 'product')} of {run.upper()}, the first in {_place(first[run, reason])}"
+            calls = f"{counted(count, 'product')} of {run.upper()}, the first in {Place.of(first[run, reason])}"
             yield f"not compared: {calls}: {printable(reason, 4 * WIDTH)}"
 
     def _apart(self) -> Iterator[tuple[tuple[str, str], StoredCall]]:
@@ -348,7 +348,3 @@ class _Sweeping:
             side = self.joining.a if name == "a" else self.joining.b
             if number not in (self.links.of_a if name == "a" else self.links.of_b):
                 yield (name, reason), side.calls[number]
-
-
-def _place(call: StoredCall) -> Place:
-    return Place(call.record.index, call.record.op, call.record.module, call.record.source)
