@@ -49,7 +49,7 @@ class Both:
             for flow in (self.a, self.b):
                 flow.ends = [end for end in flow.ends if end not in flow.program.roots]
         self.tails = self.a.ends
-        self.partial = holds_products(b)
+        self.partial = holds_products(b.run, b.rank)
         if self.partial:
             self.a.ends = self.a.final_products(backward=passes(a) == passes(b))
         self.joints = Joints(b, self.b.steps, shared(self.a, self.b))

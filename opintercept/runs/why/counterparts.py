@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -78,6 +78,7 @@ class _SameRows(NamedTuple):
     steps: list[Step]
     at: torch.Tensor  # of A
     of: torch.Tensor  # of B
+    far: float  # the mean of the squares of their distances, relative to their own
 
 
 class Counterparts:
@@ -425,14 +426,12 @@ class Counterparts:
         x = base.reshape(-1, base.shape[-1])
         best: tuple[float, _SameRows] | None = None
         for steps in self._unweighted.values():
-            y = self._rows(steps, x.shape[1])
-            if y is None or len(y) >= len(x) or len(x) * len(y) > MOST:
+            rows = self._aligned(x, steps)
+            if rows is None or len(rows.at) == len(x):
                 continue
-            cost = distances(x, y)
-            at, of = in_order(cost)
-            far = float(cost[at, of].mean()) - (steps[-1].number == max(self._last_unweighted))
+            far = rows.far - (steps[-1].number == max(self._last_unweighted))
             if best is None or far < best[0]:
-                best = far, _SameRows(steps, torch.from_numpy(at), torch.from_numpy(of))
+                best = far, rows
         return None if best is None or best[0] > _UNLIKE else self._filled(best[1], base, number, "result")
 
     def _same_piece(self, sweep: Sweep, number: int) -> Counterpart | None:
@@ -454,14 +453,9 @@ class Counterparts:
         x = _by_token(given, step.is_attention)
         found: list[tuple[float, Counterpart]] = []
         for steps in (self._attentions if step.is_attention else self._unweighted).values():
-            y = self._rows(steps, x.shape[1], role)
-            if y is None or len(x) * len(y) > MOST or len(y) > len(x):
-                continue
-            at, of = in_order(distances(x, y))
-            if apart(x[at], y[of]) <= _SAME * float(y.square().sum()):
-                rows = _SameRows(steps, torch.from_numpy(at), torch.from_numpy(of))
-                filled = self._filled(rows, base, number, "piece")
-                found += [] if filled is None else [(apart(filled.joint.values, base), filled)]
+            rows = self._aligned(x, steps, role)
+            filled = self._filled(rows, base, number, "piece") if rows is not None and rows.far <= _SAME else None
+            found += [] if filled is None else [(apart(filled.joint.values, base), filled)]
         return min(found, key=lambda each: each[0], default=(0.0, None))[1]
 
     def _scaled_rows(self, sweep: Sweep, number: int) -> Counterpart | None:
@@ -480,24 +474,17 @@ class Counterparts:
             ]
             groups = [*self._readers(joint).values()]
             steps = groups[mine.index(number)] if len(groups) == len(mine) else []
-            y = self._rows(steps, x.shape[1])
-            if y is not None and len(y) < len(x) and len(x) * len(y) <= MOST:
-                at, of = map(torch.from_numpy, in_order(distances(x, y)))
+            rows = self._aligned(x, steps)
+            if rows is not None and len(rows.at) < len(x):
                 sure = steps[0].operator == step.operator or "norm" in steps[0].operator
-                return self._filled(_SameRows(steps, at, of), base, number, "piece" if sure else "parameter")
+                return self._filled(rows, base, number, "piece" if sure else "parameter")
         return None
 
     def _readers(self, joint: Joint) -> dict[Any, list[Step]]:
         """The calls of B that read a vector and make rows, by where they are."""
-        groups: dict[Any, list[Step]] = defaultdict(list)
-        for step in self.b.steps:
-            made = self.joints.made_by(step)
-            if made is None or len(made.region.shape) < 2:  # as of what initialises weights
-                continue
-            if any(self.reads(own, joint) for _, own in step.inputs):
-                record = step.stored.record
-                groups[record.op, record.module, record.source].append(step)
-        return groups
+        made = ((step, self.joints.made_by(step)) for step in self.b.steps)
+        rows = (step for step, own in made if own is not None and len(own.region.shape) > 1)  # no initialised weight
+        return _by_line(step for step in rows if any(self.reads(own, joint) for _, own in step.inputs))
 
     @functools.cached_property
     def _last_unweighted(self) -> list[int]:
@@ -506,22 +493,25 @@ class Counterparts:
     @functools.cached_property
     def _unweighted(self) -> dict[Any, list[Step]]:
         """The products of B whose weight is behind a handle, by where they are."""
-        groups: dict[Any, list[Step]] = defaultdict(list)
-        for step in self.b.steps:
-            record = step.stored.record
-            if record.gemm is not None and record.lhs is not None and record.rhs is None:
-                groups[record.op, record.module, record.source].append(step)
-        return groups
+        records = ((step, step.stored.record) for step in self.b.steps)
+        return _by_line(
+            step for step, own in records if own.gemm is not None and own.lhs is not None and own.rhs is None
+        )
 
     @functools.cached_property
     def _attentions(self) -> dict[Any, list[Step]]:
         """The attentions of B that are of another library, by where they are."""
-        groups: dict[Any, list[Step]] = defaultdict(list)
-        for step in self.b.steps:
-            record = step.stored.record
-            if record.opaque and "value" in step.stored.tensors and not record.op.startswith("aten::"):
-                groups[record.op, record.module, record.source].append(step)
-        return groups
+        opaque = (step for step in self.b.steps if step.stored.record.opaque and "value" in step.stored.tensors)
+        return _by_line(step for step in opaque if not step.stored.record.op.startswith("aten::"))
+
+    def _aligned(self, x: torch.Tensor, steps: list[Step], role: str = "output") -> _SameRows | None:
+        """The rows of B's calls beside those of A, in the order of both; None if B has more, or of another width."""
+        y = self._rows(steps, x.shape[1], role)
+        if y is None or len(y) > len(x) or len(x) * len(y) > MOST:
+            return None
+        cost = distances(x, y)
+        at, of = in_order(cost)
+        return _SameRows(steps, torch.from_numpy(at), torch.from_numpy(of), float(cost[at, of].mean()))
 
     def _rows(self, steps: list[Step], width: int | None, role: str = "output") -> torch.Tensor | None:
         """What calls of B have in a role, `float64[tokens, width]`, call after call; nothing of another width."""
@@ -682,6 +672,19 @@ class Counterparts:
 def updates(step: Step) -> bool:
     """Whether a call writes to a weight."""
     return any(step.inputs[place][1].weight for place in step.written)
+
+
+def line_of(step: Step) -> tuple[str, str | None, str | None]:
+    """What the calls of a line have in common, in each step."""
+    record = step.stored.record
+    return record.op, record.module, record.source
+
+
+def _by_line(steps: Iterable[Step]) -> dict[Any, list[Step]]:
+    groups: dict[Any, list[Step]] = defaultdict(list)
+    for step in steps:
+        groups[line_of(step)].append(step)
+    return groups
 
 
 def _reads(step: Step, name: str, region: Region) -> bool:

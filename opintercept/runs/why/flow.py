@@ -14,6 +14,8 @@ import torch
 
 from opintercept._ops.scratch import UNWRITTEN
 from opintercept.runs.program.program import Program, Region, Step, is_dense, places_of
+from opintercept.runs.store.codec import StoredCall
+from opintercept.runs.store.run import Run
 
 LEAF = -1
 """Stands among the writers of an input for what no call has made."""
@@ -140,7 +142,9 @@ class Flow:
 
     def final_products(self, *, backward: bool) -> list[int]:
         """The products that lead to no other product, of the forward passes or with those `backward`."""
-        counted = {s.number for s in self.steps if is_product(s) and (backward or s.stored.record.phase == "forward")}
+        counted = {
+            s.number for s in self.steps if is_product(s.stored) and (backward or s.stored.record.phase == "forward")
+        }
         before: set[int] = set()
         found = []
         for step in reversed(self.steps):
@@ -193,15 +197,15 @@ def passes(program: Program) -> int:
     return sum(one and not other for one, other in itertools.pairwise(phases))
 
 
-def holds_products(program: Program) -> bool:
-    """Whether products alone were recorded."""
-    calls = (call for call in program.run.calls(program.rank) if call.record.phase == "forward" and call.error is None)
-    return all(call.record.lhs is not None and "conv" not in call.record.op for call in calls)  # views tell, too
+def holds_products(run: Run, rank: int | None = None) -> bool:
+    """Whether products alone were recorded, of one process or of all."""
+    calls = (call for call in run.calls(rank) if call.record.phase == "forward" and call.error is None)
+    return all(is_product(call) for call in calls)  # views tell, too
 
 
-def is_product(step: Step) -> bool:
+def is_product(call: StoredCall) -> bool:
     """Whether a call is recorded where products alone are: a product of two matrices, or an attention."""
-    return step.stored.record.lhs is not None and "conv" not in step.stored.record.op
+    return call.record.lhs is not None and "conv" not in call.record.op
 
 
 def is_real(program: Program, region: Region) -> bool:

@@ -27,7 +27,7 @@ from opintercept.runs.why.changes.accused import ODD, Accused, off_record
 from opintercept.runs.why.changes.wording import UNSEEN_BIAS, UNSEEN_FACTOR, name_of, place_of
 from opintercept.runs.why.coarse import CoarseWeights, coarse_weights
 from opintercept.runs.why.costs import with_costs
-from opintercept.runs.why.counterparts import updates, weight_place
+from opintercept.runs.why.counterparts import line_of, updates, weight_place
 from opintercept.runs.why.flow import LEAF, holds_products, is_product, passes
 from opintercept.runs.why.joints import Joint, content_of
 from opintercept.runs.why.layers import with_layers
@@ -43,7 +43,7 @@ def judged(a: Run, b: Run) -> Answer:
     """Judge two runs of which A has all operators."""
     starts = _starts(a, b)
     one, other = (Program(run, run.ranks[0], at) for run, at in zip((a, b), starts, strict=True))
-    counts = [passes(each) if holds_products(other) else len(each.roots) for each in (one, other)]
+    counts = [passes(each) if holds_products(b, other.rank) else len(each.roots) for each in (one, other)]
     alike = counts[0] == counts[1]  # another number of passes computes other batches
     judge = Judge(one, other, forward=alike)
     judge.run()
@@ -227,7 +227,7 @@ class Judge(Both):
         step, factor = self.a.steps[number], norm_ratio(sweep.made[number].base, values)
         if not sweep.made[number].ratio(values / factor, rounding.unit(self.dtype)) <= LIMIT:
             return False
-        for each in (each for each in self.a.steps[:number] if _line(each) == _line(step)):
+        for each in (each for each in self.a.steps[:number] if line_of(each) == line_of(step)):
             made = sweep.made.get(each.number)
             if (
                 made is not None
@@ -380,7 +380,7 @@ class Judge(Both):
             before = (each for each in self.a.steps[: step.number] if each.number in sweep.made)
             harmless = (each for each in before if each.number not in sweep.joined and each.number not in self._accused)
             sure = not any(mine == {LEAF} and written & self.b.active for mine, written in pairs)
-            sure = sure and not any(_line(each) == _line(step) for each in harmless)
+            sure = sure and not any(line_of(each) == line_of(step) for each in harmless)
         known = sure or accused.found.by in ("result", "piece")
         return known or accused.helps([self.a.steps[end] for end in sorted(ends)], bad)
 
@@ -456,7 +456,7 @@ class Judge(Both):
         layers: tuple[Layer, ...] = ()
         if loss is not None and not causes and (coarser or self.dtypes[0] != self.dtypes[1]):
             layers, loss = with_layers(self, self.last, loss)
-        seen = {each for each in self.a.active if not self.partial or is_product(self.a.steps[each])}
+        seen = {each for each in self.a.active if not self.partial or is_product(self.a.steps[each].stored)}
         paired = [number for number in self.a.ends if self._is_paired(number)]
         upto = f"{'the last product, ' * self.partial}{place_of(self.a.steps[paired[-1]])}" if paired else ""
         verdict = self._verdict(causes, coarser, bool(paired) and paired[-1] == max(self.a.ends, default=-1))
@@ -484,7 +484,7 @@ class Judge(Both):
         """The operators by which A goes on from products to its results, of which neither B nor gradients tell."""
         if not self.partial or self.a.program.backward is not None:
             return ()
-        products = {step.number for step in self.a.steps if is_product(step)}
+        products = {step.number for step in self.a.steps if is_product(step.stored)}
         steps = [self.a.steps[number] for number in sorted(self.a.before({*self.tails} - products, products))]
         reached = any(writers & products for step in steps for writers in self.a.writers[step.number])
         seen = {self.counterparts.bias_behind(number) for number in self.a.ends}
@@ -552,9 +552,3 @@ class Judge(Both):
         ]
         common = sum((names[0] & names[1]).values())
         return 2 * common > max(sum(each.values()) for each in names)
-
-
-def _line(step: Step) -> tuple[str, str | None, str | None]:
-    """What the calls of a line have in common, in each step."""
-    record = step.stored.record
-    return record.op, record.module, record.source

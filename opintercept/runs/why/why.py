@@ -42,12 +42,13 @@ def why(a: Run, b: Run) -> Answer:
         ('uses negative_slope=0.02 where A uses 0.01', 'aten::leaky_relu', '100%')
     """
     try:
+        from opintercept.runs.why.flow import holds_products
         from opintercept.runs.why.judge import judged
         from opintercept.runs.why.kernels import wrong_kernels
         from opintercept.runs.why.products.products import has_codes, judged_products
     except ImportError as missing:
         raise needs("comparing programs", "torch, numpy and safetensors", "'opintercept[cli]'") from missing
-    whole = {name: _has_operators(run) for name, run in (("A", a), ("B", b))}
+    whole = {name: not holds_products(run) for name, run in (("A", a), ("B", b))}
     # A replay would round again what A has in whole numbers; B's scales are not known unless all was recorded.
     replayed = whole["A"] and (whole["B"] if has_codes(b) else not has_codes(a))
     answer = judged(_busiest(a), _busiest(b)) if replayed else judged_products(a, b)
@@ -83,11 +84,3 @@ def why(a: Run, b: Run) -> Answer:
 def _busiest(run: Run) -> Run:
     """The run of the process with most calls, if its processes are no ranks, of which all do the same."""
     return run.only([max(run.ranks, key=lambda rank: len(run.columns(rank)))]) if run.titles else run
-
-
-def _has_operators(run: Run) -> bool:
-    """Whether a run has other operators than matmuls."""
-    return any(
-        call.record.phase == "forward" and call.error is None and (call.record.lhs is None or "conv" in call.record.op)
-        for call in run.calls()
-    )

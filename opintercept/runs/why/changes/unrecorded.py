@@ -53,7 +53,7 @@ def biases(accused: Accused) -> Iterator[Change]:
 def rows(accused: Accused) -> Iterator[Change]:
     """Other rows of what a call makes, of which a product reads a part, as those of another token."""
     judge, step, other = accused.judge, accused.end, accused.found.step
-    if not judge.partial or other is None or not is_product(step):
+    if not judge.partial or other is None or not is_product(step.stored):
         return
     place, there = (min(each.reads - biases_of(each), default=None) for each in (step, other))
     if place is None or there is None:  # a packed product tells nothing of what it reads

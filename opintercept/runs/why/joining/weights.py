@@ -18,6 +18,7 @@ from opintercept._core.errors import OpInterceptError
 from opintercept.runs.store.codec import StoredCall
 from opintercept.runs.store.columns import Array
 from opintercept.runs.store.run import Run
+from opintercept.runs.why.flow import is_product
 from opintercept.runs.why.joining.rows import (
     Factors,
     factors_of,
@@ -192,9 +193,8 @@ class Side:
 
 def _is_product(call: StoredCall) -> bool:
     """Whether a call is a product or an attention, whose operands have numbers."""
-    record = call.record
-    empty = any(0 in each.shape for each in (record.lhs, record.rhs) if each is not None)
-    return record.lhs is not None and "conv" not in record.op and not empty
+    operands = (each for each in (call.record.lhs, call.record.rhs) if each is not None)
+    return is_product(call) and not any(0 in each.shape for each in operands)
 
 
 class _FingerprintTable:
