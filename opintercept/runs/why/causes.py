@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -26,6 +26,10 @@ from opintercept.runs.why.counterparts import weight_place
 from opintercept.runs.why.flow import LEAF, is_real
 from opintercept.runs.why.joints import DTYPES, Joint
 from opintercept.runs.why.noise import LIMIT, Spread
+from opintercept.runs.why.sweep import Sweep
+
+if TYPE_CHECKING:
+    from opintercept.runs.why.both import Both
 
 _WORK = 4e8  # numbers that the search for one cause may read, some seconds of one core
 _ALL_WORK = 12e8  # that for all
@@ -78,7 +82,8 @@ def explained(whole: Accused) -> Explained:
         only = [Counter(), Counter()]
     exact = bool(good)
     drawn = next(other_operands.draws(accused), None) if whole.is_blind else None
-    good = good or [each for each in (drawn, _turned(accused), _diagnosis(accused)) if each is not None]
+    choice = turned(whole.judge, whole.sweep, whole.judge.a.before(accused.part)) if accused.is_blind else None
+    good = good or [each for each in (drawn, choice, _diagnosis(accused)) if each is not None]
     end, other = whole.end, whole.found.step
     same = other is not None and other.operator == end.operator and whole.found.by == "operands"
     same = names[0].keys() == names[1].keys() or (same and end.number in whole.sweep.blind)
@@ -172,12 +177,9 @@ def _in_eight_bits(accused: Accused) -> Change | None:
     return Change(0, "dtype", words, step or accused.end, {}, True)
 
 
-def _turned(accused: Accused) -> Change | None:
-    """That B has what a call chooses by in another dtype, so that it chooses otherwise, where all that follows does."""
-    judge, sweep = accused.judge, accused.sweep
-    if not accused.is_blind or judge.dtypes[0] != judge.dtypes[1]:
-        return None
-    for number in sorted(judge.a.before(accused.part) & sweep.turned.keys()):
+def turned(judge: Both, sweep: Sweep, numbers: Iterable[int]) -> Change | None:
+    """That B has what one of these calls chooses by in another dtype, and chooses otherwise, where else it is as A."""
+    for number in sorted(sweep.turned.keys() & {*numbers}) if judge.dtypes[0] == judge.dtypes[1] else ():
         step = judge.a.steps[number]
         place = min(place for place in step.reads if is_real(judge.a.program, step.inputs[place][1]))
         region, joint = step.inputs[place][1], judge.counterparts.joint_of(sweep, number, place)

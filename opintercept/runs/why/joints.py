@@ -10,7 +10,7 @@ import itertools
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -206,6 +206,20 @@ class Joints:
                     return replace(part, given=share.put(spread.base, part.values, dim))
         return found
 
+    def mostly(self, spread: Spread, without: Container[Tensor]) -> Joint | None:
+        """The tensor of B that has most of A's rows in their places, where both choose, and not always alike."""
+        base = spread.base
+        x = base.reshape(-1, base.shape[-1]) if base.dim() > 1 and base.numel() else base.new_zeros(0, 1)
+        told = ~(x == x[:, :1]).all(1)  # anything may have rows of zeros
+        best: tuple[int, Tensor | None] = 0, None
+        for tensor in self._by_size[base.numel()] if len(x) else ():
+            if tensor.region.shape[-1:] == base.shape[-1:] and tensor not in without:
+                y, noise = self.values(tensor).reshape(x.shape), spread.rows(tensor.unit).reshape(-1)
+                near = (x - y).square().mean(1).sqrt() <= LIMIT * noise
+                if 2 * int((near & told).sum()) > int(told.sum()):
+                    best = max(best, (int(near.sum()), tensor), key=lambda each: each[0])
+        return None if best[1] is None else self._laid(best[1], base.shape)
+
     def _find(self, spread: Spread) -> Joint | None:
         """The tensor of B with these values in some layout, of several the nearest."""
         base = spread.base
@@ -214,12 +228,14 @@ class Joints:
         flat = unmasked(base).reshape(-1)
         total, norm, count = float(flat.sum()), float(flat.norm()), flat.numel()
         best: tuple[float, Joint] | None = None
+        fars: dict[float, float] = {}  # how far norms may be apart, by the unit roundoff
         for tensor in self._by_size[count]:
-            noise = spread.usual(tensor.unit)
-            if not spread.tells(tensor.unit):
+            if (far := fars.get(tensor.unit)) is None:
+                told = spread.tells(tensor.unit)
+                far = fars[tensor.unit] = LIMIT * spread.usual(tensor.unit) * math.sqrt(count) if told else -1.0
+            if far < 0:
                 continue
             sums, norms, trivial = tensor.moments(self)
-            far = LIMIT * noise * math.sqrt(count)
             if trivial or abs(norms - norm) > far or abs(sums - total) > far * math.sqrt(count):
                 continue
             own = self.values(tensor)

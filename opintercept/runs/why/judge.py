@@ -22,7 +22,7 @@ from opintercept.runs.program.program import Program, Step
 from opintercept.runs.store.run import Run
 from opintercept.runs.why.answer import Answer, Cause, Layer, Loss, Place, Verdict
 from opintercept.runs.why.both import Both
-from opintercept.runs.why.causes import IDLE, Explained, explained
+from opintercept.runs.why.causes import IDLE, Explained, explained, turned
 from opintercept.runs.why.changes.accused import ODD, Accused, off_record
 from opintercept.runs.why.changes.wording import UNSEEN_BIAS, UNSEEN_FACTOR, name_of, place_of
 from opintercept.runs.why.coarse import CoarseWeights, coarse_weights
@@ -116,14 +116,18 @@ class Judge(Both):
         self._unscaled: set[int] = set()  # last products that B may scale behind them
         self._wrong: set[int] = set()  # the calls of which B has what A does not make
         self._heads: list[_Head] = []
+        self._follows = True  # whether what B chooses otherwise is rounding, and is taken
 
     def run(self) -> None:
         """Find the causes, one sweep after the other."""
         for _ in range(_MOST):
             weights = self.coarse.values if self.coarse else {}
-            sweeper = Sweeper(self.a, self.joints, Perturber(self.dtype), self.taken, weights)
+            sweeper = Sweeper(self.a, self.joints, Perturber(self.dtype), self.taken, weights, follows=self._follows)
             self.last = Sweep()  # the one before need not stay in memory
             self.last = sweeper.sweep(self.forced)
+            if self._follows and turned(self, self.last, self.last.turned) is not None:
+                self._follows = False
+                continue
             ends = self._bad_ends(self.last)
             if not self._heads:
                 roots = {*self.a.program.roots}

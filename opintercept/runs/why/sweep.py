@@ -14,7 +14,7 @@ import torch
 from opintercept.runs.program.evaluate import Made, Perturber, attempted, read, recorded
 from opintercept.runs.program.program import ProgramMemory, Region, Step, last_uses
 from opintercept.runs.why.flow import LEAF, Flow, is_real
-from opintercept.runs.why.joints import Joint, Joints, is_trivial
+from opintercept.runs.why.joints import Joint, Joints, Tensor, is_trivial
 from opintercept.runs.why.noise import LIMIT, Spread
 
 _TRIALS = 3
@@ -52,6 +52,7 @@ class Sweeper:
         perturber: Moves values as rounding may.
         taken: The places of calls that are not computed again, whose results are as they were recorded.
         weights: B's values of weights that it has in another precision, by their memory.
+        follows: Whether rows are B's for which B has chosen otherwise, if most are the same.
     """
 
     def __init__(
@@ -61,9 +62,11 @@ class Sweeper:
         perturber: Perturber,
         taken: set[int],
         weights: Mapping[int, tuple[Region, torch.Tensor]],
+        *,
+        follows: bool,
     ) -> None:
         self.flow, self.joints, self.perturber, self.taken = flow, joints, perturber, taken
-        self._weights = weights
+        self._weights, self._follows = weights, follows
         self._program = flow.program
         self._last = last_uses(flow.steps)
 
@@ -73,6 +76,7 @@ class Sweeper:
         self._memories = [ProgramMemory(self._program.sizes) for _ in range(_TRIALS + 1)]
         self._other: set[int] = set()  # memory that is not as it was recorded
         self._chosen: set[int] = set()  # the places of calls that make other things since choices are others
+        self._mostly: set[Tensor] = set()  # B's tensors of which A has most rows, but for other choices
         self._sized = False  # whether the program itself reads a choice, so that the sizes of parts are not B's
         left = {**self._weights}
         for step in self.flow.steps:
@@ -223,6 +227,12 @@ class Sweeper:
         base, *others = [each.reshape(region.shape).double() for each in values if each is not None]
         spread = Spread(base, others, self.perturber.unit)
         joint = self.joints.find(spread) or self._recorded_alike(spread, region)
+        if (
+            self._follows and step.number in self._chosen and (joint is None or not joint.whole)
+        ):  # rows are others' by chance
+            most = self.joints.mostly(spread, self._mostly)
+            self._mostly |= set() if most is None else {most.tensor}
+            joint = most or joint
         if place == 0:
             found.made[step.number] = spread
             if joint is not None:

@@ -175,6 +175,33 @@ def test_choices_that_rounding_turns_accuse_nobody(a: Program, b: Program, tmp_p
     assert any("rounding turns" in note for note in found.notes)
 
 
+def layered(dtype: torch.dtype) -> Program:
+    """Mixtures whose tokens go to one expert each, which adds its part to those that have theirs already."""
+    torch.manual_seed(0)
+    x, gate, experts = torch.randn(24, 16), torch.randn(3, 4, 16), torch.randn(3, 4, 16, 16)
+    gate[1, 1], gate[1, 1, 0] = gate[1, 0], gate[1, 0, 0] * 1.001  # which rounding turns
+
+    def program() -> Any:
+        h, *weights = (each.to(dtype) for each in (x, gate, experts))
+        for own, mixture in zip(*weights, strict=True):
+            h = F.layer_norm(h, (16,))
+            chosen, y = F.linear(h, own).argmax(-1), torch.zeros_like(h)
+            for number, expert in enumerate(mixture):
+                token = (chosen == number).nonzero()[:, 0]
+                y.index_add_(0, token, F.linear(h[token], expert))
+            h = h + y
+        return F.linear(F.layer_norm(h, (16,)), experts[0, 0].to(dtype))
+
+    return program
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_token_of_another_expert_is_not_taken_for_other_tokens(dtype: torch.dtype, tmp_path: Path) -> None:
+    found = why(tmp_path, layered(torch.float32), layered(dtype))
+    assert found.verdict in ("rounding", "coarser")
+    assert any("rounding turns" in note for note in found.notes)
+
+
 @pytest.mark.parametrize(("kept", "part"), [([0], "1 of 4"), ([0, 2], "2 of 4"), ([2, 3], "1 of 2")])
 @pytest.mark.parametrize("first", [True, False])
 def test_a_few_samples_of_a_batch_are_judged_without_the_others(
