@@ -66,9 +66,12 @@ def small(kind: str) -> Any:
     if kind in MODELS or kind in MORE_MODELS:
         return {**MODELS, **MORE_MODELS}[kind]()
     usual = transformers.AutoConfig.for_model(kind)
-    config = transformers.AutoConfig.for_model(
-        kind, **{name: size for name, size in _SMALL.items() if isinstance(getattr(usual, name, None), int)}
-    )
+    sizes = {name: size for name, size in _SMALL.items() if isinstance(getattr(usual, name, None), int)}
+    layers = [*(getattr(usual, "layer_types", None) or ())]
+    full = next((at for at, each in enumerate(layers) if "attention" in each and "linear" not in each), 0)
+    if full > 1 and "num_hidden_layers" in sizes:  # a cache of states alone tells no length
+        sizes["num_hidden_layers"] = full + 1
+    config = transformers.AutoConfig.for_model(kind, **sizes)
     if kind in _HEADS[0] and hasattr(config, "is_decoder"):
         config.is_decoder = True  # a model that looks ahead has no cache
     name = next(heads[kind] for heads in _HEADS if kind in heads)
