@@ -209,16 +209,18 @@ class Joints:
     def mostly(self, spread: Spread, without: Container[Tensor]) -> Joint | None:
         """The tensor of B that has most of A's rows in their places, where both choose, and not always alike."""
         base = spread.base
-        x = base.reshape(-1, base.shape[-1]) if base.dim() > 1 and base.numel() else base.new_zeros(0, 1)
+        if base.dim() < 2 or is_trivial(base):
+            return None
+        x = base.reshape(-1, base.shape[-1])
         told = ~(x == x[:, :1]).all(1)  # anything may have rows of zeros
-        best: tuple[int, Tensor | None] = 0, None
-        for tensor in self._by_size[base.numel()] if len(x) else ():
+        best: tuple[int, Tensor] | None = None
+        for tensor in self._by_size[base.numel()]:
             if tensor.region.shape[-1:] == base.shape[-1:] and tensor not in without:
                 y, noise = self.values(tensor).reshape(x.shape), spread.rows(tensor.unit).reshape(-1)
                 near = (x - y).square().mean(1).sqrt() <= LIMIT * noise
-                if 2 * int((near & told).sum()) > int(told.sum()):
-                    best = max(best, (int(near.sum()), tensor), key=lambda each: each[0])
-        return None if best[1] is None else self._laid(best[1], base.shape)
+                count, most = int(near.sum()), 2 * int((near & told).sum()) > int(told.sum())
+                best = (count, tensor) if most and (best is None or count > best[0]) else best
+        return None if best is None else self._laid(best[1], base.shape)
 
     def _find(self, spread: Spread) -> Joint | None:
         """The tensor of B with these values in some layout, of several the nearest."""
