@@ -45,7 +45,7 @@ _SMALL: dict[str, Any] = {
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "n_inner", "attention_dim"), 32),
     **dict.fromkeys(("head_dim", "d_kv", "qk_nope_head_dim", "v_head_dim", "q_lora_rank", "kv_lora_rank"), 8),
     **dict.fromkeys(("qk_rope_head_dim", "word_embed_proj_dim", "state_size", "window_size", "attention_window"), 8),
-    **dict.fromkeys(("chunk_size", "mamba_chunk_size", "mamba_d_state"), 8),
+    **dict.fromkeys(("chunk_size", "mamba_chunk_size", "mamba_d_state", "block_size"), 8),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "sliding_window", "image_size"), 64),
     **{"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "expand": 1},
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "patch_size": 16, "decoder_start_token_id": 0},
