@@ -487,17 +487,15 @@ class Pipeline:
         """The place of a call with this stack, if it is the same for all such calls."""
         return self.origin.lasting(module, root, code, instruction)
 
-    def link(self, row: Any, index: int, operands: tuple[int, ...], wanted: tuple[int, ...], place: Any) -> None:
-        """Remember a forward call that autograd records, see `_origin.links.Links`."""
+    def link(self, row: Any, *seen: Any) -> None:
+        """Remember a forward call that autograd records, see `_origin.links.Links.add`."""
         if self.links is not None:
-            self.links.add(row.name, index, operands, wanted, place)
+            self.links.add(row.name, *seen)
 
-    def link_in_function(
-        self, row: Any, index: int, operands: tuple[int, ...], wanted: tuple[int, ...], place: Any
-    ) -> None:
+    def link_in_function(self, row: Any, *seen: Any) -> None:
         """The same of a call that a custom Function makes in its forward."""
         if self.links is not None:
-            self.links.add_in_function(row.name, index, operands, wanted, place)
+            self.links.add_in_function(row.name, *seen)
 
     def forward_of(self, operands: tuple[int, ...], lhs: int) -> tuple[CallSite, int | None, str | None] | None:
         """The place of the running backward call, its forward call and of which operand it computes the gradient."""

@@ -38,6 +38,9 @@ threads: Callable[[], tuple[int, int | None]] | None = None
 """Tells the number of this thread and that of the thread that has made the running node, where there is the library."""
 
 
+_Memory = weakref.ref[torch.UntypedStorage]
+
+
 class Made(NamedTuple):
     """What tells the node of a call from other threads' nodes, beside the addresses of the call's operands."""
 
@@ -60,6 +63,8 @@ class Link(NamedTuple):
     needed: bool  # whether an operand needs a gradient; in a custom Function, which may have cast them, none may
     wanted: tuple[int, ...]  # the positions of the arguments that need a gradient
     made: Made | None = None  # None for a call outside of graph tasks and custom Functions
+    # The memory of each argument that needs no gradient, if the program packs what nodes save, as checkpoints do.
+    memory: tuple[_Memory | None, ...] | None = None
 
 
 class _Life:
@@ -112,7 +117,7 @@ class Links:
     """
 
     __slots__ = (
-        *("_by_number", "_in_backward", "_local", "_owner", "_packs", "_place", "_round", "_threads"),
+        *("_by_number", "_in_backward", "_local", "_owner", "_place", "_round", "_threads"),
         *("names_all", "wanted"),
     )
 
@@ -132,7 +137,6 @@ class Links:
         self._local = threading.local()
         self._round = 0
         self._in_backward = False
-        self._packs = False  # whether the program has packed what nodes save, as checkpoints do
         self.wanted = False  # whether a hook reads where calls come from; otherwise nothing is noted
         # Whether calls that autograd does not record are named as well. Without that, a root would get its label only
         # when a hook reads a name, and two interceptors could give it different ones.
@@ -178,20 +182,38 @@ class Links:
                 self._of_this_thread().open = (link, call.call_site, _sequence_nr() - 1)
             return
         made = None if call.phase == "forward" and function is None else _made(call, function)
+        packed = None if _packing(True) is None else call.args
         seen = tuple(operands), tuple(wanted), needed, recording, function
-        call.call_site = self._link(call.op, call.index, call.phase, *seen, call.call_site, made)
+        call.call_site = self._link(call.op, call.index, call.phase, *seen, call.call_site, made, _memory(packed))
 
-    def add(self, op: str, index: int, operands: tuple[int, ...], wanted: tuple[int, ...], place: CallSite) -> None:
-        """Remember a forward call that autograd records. `operands` and `wanted` are as in `Link`."""
-        self._link(op, index, "forward", operands, wanted, bool(wanted), True, None, place)
+    def add(
+        self,
+        op: str,
+        index: int,
+        operands: tuple[int, ...],
+        wanted: tuple[int, ...],
+        place: CallSite,
+        packed: tuple[Any, ...] | None,
+    ) -> None:
+        """Remember a forward call that autograd records. `operands` and `wanted` are as in `Link`.
+
+        `packed` are the arguments, if the program packs what nodes save.
+        """
+        self._link(op, index, "forward", operands, wanted, bool(wanted), True, None, place, None, _memory(packed))
 
     def add_in_function(
-        self, op: str, index: int, operands: tuple[int, ...], wanted: tuple[int, ...], place: CallSite
+        self,
+        op: str,
+        index: int,
+        operands: tuple[int, ...],
+        wanted: tuple[int, ...],
+        place: CallSite,
+        packed: tuple[Any, ...] | None,
     ) -> None:
         """The same of a call that a custom Function makes, as compiled graphs are, outside of graph tasks."""
         function = custom_function()
         made = None if function is None else Made(-1, False, id(function), None)
-        self._link(op, index, "forward", operands, wanted, bool(wanted), False, function, place, made)
+        self._link(op, index, "forward", operands, wanted, bool(wanted), False, function, place, made, _memory(packed))
 
     def _link(
         self,
@@ -204,7 +226,8 @@ class Links:
         recording: bool,
         function: Any,
         place: CallSite | None,
-        made: Made | None = None,
+        made: Made | None,
+        memory: tuple[_Memory | None, ...] | None,
     ) -> CallSite | None:
         """Remember a call if autograd may compute its gradient, and return its place if that has been found out."""
         backward = phase == "backward"
@@ -239,10 +262,9 @@ class Links:
                 mine.forget([n for n, link in links.items() if link.round < self._round - 2])
         elif len(links) > self.HARD:
             mine.forget(list(islice(links, self.HARD // 2)))
-        self._packs = self._packs or _packing(True) is not None
-        # A tuple of plain values, so that the garbage collector need not visit it.
+        # Mostly a tuple of plain values, so that the garbage collector need not visit it.
         sure = needed or function is not None
-        links[number] = Link(index, op, self._round, operands, sure, needed, wanted, made)
+        links[number] = Link(index, op, self._round, operands, sure, needed, wanted, made, memory)
         if place is not None:
             mine.places[number] = place
         elif (found := self.find()) is not None:
@@ -293,8 +315,8 @@ class Links:
         link = None if known is None else known.links.get(number)
         if known is None or link is None or not _computes(node, link):
             return None
-        if self._packs:
-            link = _in_place(node, link)
+        if link.memory is not None:
+            link = link._replace(operands=_in_place(node, link.operands, link.memory))
         return link, known.places.get(number, NOWHERE), number in known.shared
 
     def _maker(self, node: Any, number: int, mine: ThreadLinks | None) -> ThreadLinks | None:
@@ -355,13 +377,21 @@ def _saved(node: Any, link: Link) -> list[tuple[int, Any]]:
     return [(at, saved) for at, saved in found if isinstance(saved, _Saved) and at < len(link.operands)]
 
 
-def _in_place(node: Any, link: Link) -> Link:
-    """The link without the addresses of operands that are packed: they come back elsewhere, and others may be there."""
-    if all(saved.unpack_hook is None for _, saved in _saved(node, link)):
-        return link
+def _memory(packed: tuple[Any, ...] | None) -> tuple[_Memory | None, ...] | None:
+    if packed is None:
+        return None
+    free = (t if isinstance(t, torch.Tensor) and not t.requires_grad and address(t) else None for t in packed)
+    return tuple(None if tensor is None else weakref.ref(tensor.untyped_storage()) for tensor in free)
+
+
+def _in_place(node: Any, operands: tuple[int, ...], memory: tuple[_Memory | None, ...]) -> tuple[int, ...]:
+    """The operands without those that have been packed: they come back elsewhere, and others may be there.
+
+    Weights stay where they are. So does what needs no gradient, as long as its memory is there.
+    """
     leaves = _leaves(node)
-    kept = (at if at in leaves or i not in link.wanted else 0 for i, at in enumerate(link.operands))
-    return link._replace(operands=tuple(kept))
+    held = (each is not None and each() is not None for each in memory)
+    return tuple(at if is_held or at in leaves else 0 for at, is_held in zip(operands, held, strict=False))
 
 
 VIEWS = 4  # how many views of a weight are looked through

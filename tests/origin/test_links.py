@@ -535,6 +535,56 @@ def test_an_operand_that_has_been_packed_tells_nothing() -> None:
     assert [r.grad_of for r in record(program)] == [None, None, None]
 
 
+class InMemory(torch.autograd.Function):
+    """Makes a tensor in memory that stays when the tensor is freed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, memory: bytearray) -> Tensor:
+        return torch.frombuffer(memory, dtype=x.dtype).view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+in_memory: Callable[..., Any] = InMemory.apply
+
+
+@pytest.mark.parametrize("engine", BELOW)
+@pytest.mark.parametrize("needed", [False, True], ids=["needs none", "needs a gradient"])
+@pytest.mark.parametrize("product", [torch.mm, multiply], ids=["operator", "custom function"])
+def test_an_operand_that_has_been_packed_and_freed_tells_nothing(
+    product: Callable[..., Any], needed: bool, engine: dict[str, Any]
+) -> None:
+    memory = bytearray(64)
+    x, w = torch.randn(4, 4, requires_grad=needed), torch.randn(4, 4, requires_grad=True)
+
+    def program() -> None:
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+            output = product(in_memory(x, memory), w)
+        output.register_hook(lambda grad: grad @ in_memory(grad, memory))  # of another tensor, at the same address
+        output.sum().backward()
+
+    records = record(program, **engine)
+    assert [r.phase for r in records[:2]] == ["forward", "backward"]
+    assert {r.grad_of for r in records} == {None}
+
+
+@pytest.mark.parametrize("engine", BELOW)
+@pytest.mark.parametrize("cast", [False, True], ids=["plain", "autocast"])
+def test_a_checkpoint_leaves_the_memory_of_weights_in_place(engine: dict[str, Any], cast: bool) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4).requires_grad_(False))
+    x = torch.randn(3, 4)
+
+    def program() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            output: Any = checkpoint(net, x, use_reentrant=False)
+        output.float().sum().backward()
+
+    found = [(r.forward, r.grad_of) for r in record(program, **engine) if r.phase == "backward"]
+    assert found == ([(1, None), (0, None)] if cast else [(1, "lhs"), (0, "rhs")])
+
+
 @functools.cache
 def differences() -> dict[str, dict[str, list[str]]]:
     """How programs on a stand-in for a GPU differ from the same programs on the CPU, by engine."""

@@ -30,7 +30,7 @@ constexpr size_t MOST = 4096; // answers that are remembered
 // See `set_up_links`.
 PyTypeObject *link_type, *place_type;
 PyObject *is_of, *factors_of, *nowhere;
-Slot by_number, in_backward_slot, round_slot, packs, seen, links_slot, places_slot, shared_slot;
+Slot by_number, in_backward_slot, round_slot, seen, links_slot, places_slot, shared_slot;
 
 // What is known of operators by the name that their rows have, until rows change. The names are owned.
 struct Factors {
@@ -119,7 +119,7 @@ const std::optional<Factors>& factors(PyObject* op) {
 // A `Link`, by its fields.
 struct Linked {
   PyObject *index, *op, *operands, *wanted;
-  bool sure, needed;
+  bool sure, needed, packed;
 
   explicit Linked(PyObject* link)
       : index(PyTuple_GET_ITEM(link, 0)),
@@ -127,7 +127,8 @@ struct Linked {
         operands(PyTuple_GET_ITEM(link, 3)),
         wanted(PyTuple_GET_ITEM(link, 6)),
         sure(PyTuple_GET_ITEM(link, 4) == Py_True),
-        needed(PyTuple_GET_ITEM(link, 5) == Py_True) {}
+        needed(PyTuple_GET_ITEM(link, 5) == Py_True),
+        packed(PyTuple_GET_ITEM(link, 8) != Py_None) {}
 
   const void* operand(size_t position) const {
     const auto at = static_cast<Py_ssize_t>(position);
@@ -182,11 +183,14 @@ PyObject* opintercept::in_python(c10::ArrayRef<size_t> numbers) {
   return tuple_of(numbers, PyLong_FromSize_t);
 }
 
+bool opintercept::is_packing() {
+  return at::SavedTensorDefaultHooks::get_hooks(true).has_value();
+}
+
 bool opintercept::link(
     PyObject* links, PyObject* op, int64_t index, Addresses operands, c10::ArrayRef<size_t> wanted, PyObject* place) {
   PyObject* mine = of_thread(links, at::RecordFunction::currentThreadId());
-  if (mine == nullptr || place == Py_None || in_backward_slot.of(links) == Py_True ||
-      at::SavedTensorDefaultHooks::get_hooks(true) ||
+  if (mine == nullptr || place == Py_None || in_backward_slot.of(links) == Py_True || is_packing() ||
       (wanted.empty() && c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Conjugate))) {
     return false;
   }
@@ -197,7 +201,7 @@ bool opintercept::link(
     return false;
   }
   if (!wanted.empty()) { // otherwise autograd has no node for it
-    const std::array<PyObject*, 8> fields{
+    const std::array<PyObject*, 9> fields{
         check(PyLong_FromLongLong(index)),
         Py_NewRef(op),
         Py_NewRef(round_slot.of(links)),
@@ -205,6 +209,7 @@ bool opintercept::link(
         Py_NewRef(Py_True),
         Py_NewRef(Py_True),
         in_python(wanted),
+        Py_NewRef(Py_None),
         Py_NewRef(Py_None),
     };
     THPObjectPtr made(check(link_type->tp_alloc(link_type, fields.size())));
@@ -223,7 +228,7 @@ bool opintercept::link(
 
 bool opintercept::find_forward(PyObject* links, Addresses operands, const void* left, Forward& found) {
   const auto node = torch::autograd::get_current_node();
-  if (node == nullptr || packs.of(links) == Py_True || std::strstr(typeid(*node).name(), "PyNode") != nullptr) {
+  if (node == nullptr || std::strstr(typeid(*node).name(), "PyNode") != nullptr) {
     return false; // custom Functions have one type in C++, and names of their own
   }
   PyObject* its = of_thread(links, node->thread_id());
@@ -238,8 +243,8 @@ bool opintercept::find_forward(PyObject* links, Addresses operands, const void* 
     return true;
   }
   PyObject* place = PyDict_GetItemWithError(places_slot.of(its), number.get());
-  if (place == nullptr || Py_TYPE(place) != place_type) {
-    return false; // in a compiled graph
+  if (place == nullptr || Py_TYPE(place) != place_type || Linked(link).packed) {
+    return false; // in a compiled graph, or with operands that come back elsewhere
   }
   found.place = Py_NewRef(place);
   if (PySet_Contains(shared_slot.of(its), number.get()) != 0) {
@@ -268,8 +273,7 @@ PyObject* opintercept_set_up_links(PyObject*, PyObject* args) {
   Py_INCREF(place_type);
   Py_INCREF(nowhere);
   const bool found = by_number.find(links, "_by_number") && in_backward_slot.find(links, "_in_backward") &&
-      round_slot.find(links, "_round") && packs.find(links, "_packs") && seen.find(of_threads, "seen") &&
-      links_slot.find(of_threads, "links") && places_slot.find(of_threads, "places") &&
-      shared_slot.find(of_threads, "shared");
+      round_slot.find(links, "_round") && seen.find(of_threads, "seen") && links_slot.find(of_threads, "links") &&
+      places_slot.find(of_threads, "places") && shared_slot.find(of_threads, "shared");
   return found ? Py_NewRef(Py_None) : nullptr;
 }

@@ -24,6 +24,8 @@ struct Forward {
   int8_t grad_of = -1; // as in `Row`
 };
 
+bool is_packing(); // as `links._packing`
+
 // As `Links.add`, with the positions of the arguments that need a gradient. False, with nothing changed, if that has to
 // be asked.
 bool link(

@@ -438,6 +438,7 @@ struct NotedCall {
     }
     THPObjectPtr operands(in_python(used)), positions(in_python(wanted));
     THPObjectPtr index(check(PyLong_FromLongLong(part.row.index)));
+    THPObjectPtr packed(is_packing() ? positional_of(overload, values) : Py_NewRef(Py_None));
     THPObjectPtr noted(check(PyObject_CallMethodObjArgs(
         pipeline_of(part.ring),
         in_function ? link_in_function_name : link_name,
@@ -446,6 +447,7 @@ struct NotedCall {
         operands.get(),
         positions.get(),
         place,
+        packed.get(),
         nullptr)));
   }
 
