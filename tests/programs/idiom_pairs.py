@@ -741,7 +741,7 @@ def directions(w: Any, x: Tensor, mistake: str) -> Any:
     return F.linear(total, w["head.weight"], w["head.bias"])
 
 
-port("directions", Directions, directions, (drawn(3, 7, 6),), {
+port("both ways", Directions, directions, (drawn(3, 7, 6),), {
     "": (),
     "the way back begins in the padding": ("rnn|gru|pack", f"{ANY} result unknown", ""),
     "the mean of all steps": (r"mean|LENGTHS|^head$", ANY, "div|mean|7|LENGTHS"),
