@@ -495,7 +495,7 @@ class Pipeline:
     def link_in_function(self, row: Any, *seen: Any) -> None:
         """The same of a call that a custom Function makes in its forward."""
         if self.links is not None:
-            self.links.add_in_function(row.name, *seen)
+            self.links.add(row.name, *seen, in_function=True)
 
     def forward_of(self, operands: tuple[int, ...], lhs: int) -> tuple[CallSite, int | None, str | None] | None:
         """The place of the running backward call, its forward call and of which operand it computes the gradient."""

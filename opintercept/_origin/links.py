@@ -194,26 +194,19 @@ class Links:
         wanted: tuple[int, ...],
         place: CallSite,
         packed: tuple[Any, ...] | None,
+        *,
+        in_function: bool = False,
     ) -> None:
         """Remember a forward call that autograd records. `operands` and `wanted` are as in `Link`.
 
-        `packed` are the arguments, if the program packs what nodes save.
+        `packed` are the arguments, if the program packs what nodes save. A call `in_function` is one that a custom
+        Function makes, as compiled graphs are, outside of graph tasks.
         """
-        self._link(op, index, "forward", operands, wanted, bool(wanted), True, None, place, None, _memory(packed))
-
-    def add_in_function(
-        self,
-        op: str,
-        index: int,
-        operands: tuple[int, ...],
-        wanted: tuple[int, ...],
-        place: CallSite,
-        packed: tuple[Any, ...] | None,
-    ) -> None:
-        """The same of a call that a custom Function makes, as compiled graphs are, outside of graph tasks."""
-        function = custom_function()
+        function = custom_function() if in_function else None
         made = None if function is None else Made(-1, False, id(function), None)
-        self._link(op, index, "forward", operands, wanted, bool(wanted), False, function, place, made, _memory(packed))
+        recording = not in_function
+        memory = _memory(packed)
+        self._link(op, index, "forward", operands, wanted, bool(wanted), recording, function, place, made, memory)
 
     def _link(
         self,
