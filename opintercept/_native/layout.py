@@ -33,6 +33,9 @@ GROUP, MOST_GROUPS = 16, 48
 Fewer columns have less rounding.
 """
 
+ALL_OUTPUTS = 1 << 30
+"""How many of an operator's outputs are for the program if all of them are, see `_ops.scratch.FOR_PROGRAM`."""
+
 UNREAL = (
     "Meta",
     "Functionalize",
@@ -117,6 +120,7 @@ def header() -> str:
             f"constexpr const char* ROLE_NAMES[ROLES] = {{{names}}};",
             *_constants("int64_t", {"GROUP": GROUP, "MOST_GROUPS": MOST_GROUPS}),
             f"constexpr const char* UNREAL[] = {{{keys}}};",
+            *_constants("int", {"ALL_OUTPUTS": ALL_OUTPUTS}),
             *_constants("uint8_t", {**phases, "LATE": LATE}),
             *_struct("StoredCall", CALL),
             *_struct("StoredTensor", TENSOR),

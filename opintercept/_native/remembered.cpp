@@ -41,7 +41,7 @@ struct Kept {
   Sums sums;
   uint64_t digits;
 
-  bool is_of(const Asked& asked) const {
+  bool is_of(const Asked& asked) const { // dense arrays differ in nothing else
     const Layout& other = asked.layout;
     const Target* wanted = asked.request.target;
     return layout.data == other.data && layout.dtype == other.dtype && layout.count == other.count &&
@@ -138,10 +138,6 @@ uint32_t version_of(const at::Tensor& tensor) {
   return counter.enabled() ? counter.current_version() : 0; // tensors of inference mode have none
 }
 
-const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
-  return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
-}
-
 // A sum over some values, one of each stretch of the same length.
 template <typename Bits>
 uint64_t sample_of(const Layout& layout, size_t places) {
@@ -198,6 +194,10 @@ void make_room(Memory& known) {
 }
 
 } // namespace
+
+const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
+}
 
 bool is_worth_remembering(const Layout& layout) {
   return layout.count >= least.load(std::memory_order_relaxed) && layout.dense();

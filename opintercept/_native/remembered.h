@@ -29,6 +29,8 @@ bool recall(const Asked& asked, Sums& sums, uint64_t& hash);
 // `counts_later`: whether torch counts the write that has made these values once the operator has returned.
 void keep(const Asked& asked, bool counts_later, const Sums& sums, uint64_t hash);
 
+const c10::StorageImpl* storage_of(const at::Tensor& tensor); // null where there is none
+
 // After something has been written to a storage; null for all of them.
 void forget_values(const c10::StorageImpl* storage);
 bool remembers_any();

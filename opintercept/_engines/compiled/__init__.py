@@ -23,6 +23,7 @@ from opintercept._engines import foreign, inductor, kernels, scope
 from opintercept._engines.dynamo import keep_out
 from opintercept._engines.overloads import Overloads
 from opintercept._native import build, library, values
+from opintercept._native.layout import ALL_OUTPUTS
 from opintercept._ops import slots
 from opintercept._ops.families import makes_values
 from opintercept._ops.scratch import OVERWRITES, SCRATCH, UPDATED, UPDATES, results_of, torchs_name
@@ -151,14 +152,13 @@ def _rings_of(watch: scope.Watch, overload: torch._ops.OpOverload) -> tuple[Any,
     unread = not makes_values(overload)
     results = results_of(row.name, row.family)
     in_table, sees_writes = row.family != "other", any(pipeline.sees_writes for pipeline in watch.pipelines)
-    return rings, row.opaque, places, others, written, read, unread, in_table, sees_writes, results or _ALL
+    return rings, row.opaque, places, others, written, read, unread, in_table, sees_writes, results or ALL_OUTPUTS
 
 
 def _is_one_tensor(argument: torch._C.Argument) -> bool:
     return str(argument.type) in ("Tensor", "Optional[Tensor]")
 
 
-_ALL = 1 << 30
 _OF_UNKNOWN_SIZE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 

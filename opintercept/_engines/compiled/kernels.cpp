@@ -56,10 +56,6 @@ thread_local bool opintercept::inside_noted = false;
 size_t opintercept::prepared = 0;
 std::atomic<bool> opintercept::has_tasks{false};
 
-const c10::StorageImpl* opintercept::storage_of(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
-}
-
 // What the other sources need of headers that take long to compile.
 
 void opintercept::raise() {
@@ -616,8 +612,8 @@ PyObject* prepare(PyObject*, PyObject* args) {
   try {
     auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload_name);
     auto* made = new Overload{Py_NewRef(key), foreign != 0, prepared++, constructs != 0};
-    const bool is_atens =
-        std::strncmp(name, "aten::", 6) == 0; // others need not say it, as those of collectives do not
+    // Schemas of other libraries need not say what is written to, as those of collectives do not.
+    const bool is_atens = std::strncmp(name, "aten::", 6) == 0;
     for (const auto& argument : op.schema().arguments()) {
       if (!is_atens || (argument.alias_info() != nullptr && argument.alias_info()->isWrite())) {
         made->writes.push_back(made->count);

@@ -98,8 +98,6 @@ void each_tensor(const c10::IValue& value, const Use& use) {
   }
 }
 
-const c10::StorageImpl* storage_of(const at::Tensor& tensor); // null where there is none
-
 // Runs a call and notes it for hooks that need no more. False, with nothing changed, if the hooks have to see it. `run`
 // puts so many outputs in the place of the arguments.
 bool ran_noted(

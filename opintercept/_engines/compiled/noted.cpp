@@ -33,8 +33,6 @@ PyObject *number_of_name, *lasting_call_site_name, *link_name, *links_name, *for
     *end_call_name, *deliver_name, *flush_name, *link_in_function_name, *begin_backward_name;
 Slot state_everywhere, scope_everywhere, scope_carried, scope_notes, watch_row, watch_hidden;
 
-constexpr int ALL = 1 << 30;
-
 struct Entry {
   std::vector<Ring*> rings; // of the pipelines, in order
   std::vector<PyObject*> owned;
@@ -47,7 +45,7 @@ struct Entry {
   bool unread = false; // whether it makes no values, as `_ops.families.makes_values` says
   bool in_table = true; // and not one of those that `ops="all"` adds
   bool sees_writes = false; // whether a block watches every operator
-  int results = 0; // how many of its tensors are for the program, see `_ops.scratch.FOR_PROGRAM`; or `ALL`
+  int results = 0; // how many of its tensors are for the program, see `_ops.scratch.FOR_PROGRAM`; or `ALL_OUTPUTS`
   PyObject *row = nullptr, *name = nullptr; // the row's
   PyObject* hidden_scope = nullptr; // the watch owns it, and the scope the watch
   ScopePtr hidden;
@@ -790,7 +788,8 @@ bool look_at_outputs(
         return true;
       }
     }
-    if (part.records_values() && call.entry.results == ALL && !call.reads_more(part, more_of(results), OUTPUT)) {
+    if (part.records_values() && call.entry.results == ALL_OUTPUTS &&
+        !call.reads_more(part, more_of(results), OUTPUT)) {
       return true;
     }
     if (!NotedCall::launch(part) && !call.writes()) { // of what was overwritten, hooks would see the wrong values
