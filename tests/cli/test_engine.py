@@ -72,7 +72,7 @@ def test_each_process_of_an_engine_is_recorded(compiled: str, tmp_path: Path) ->
         for rank, info in run.infos.items()
         if info.member
     }
-    counted = {file.stem: Counter(json.loads(file.read_text())) for file in noted.iterdir()}
+    counted = {file.stem: Counter(json.loads(file.read_text())) for file in noted.glob("*.json")}
     assert len(counted) == 3
     for pid, calls in counted.items():
         assert {op: count for op, count in found[pid].items() if op in calls} == dict(calls)
