@@ -483,8 +483,8 @@ class Pipeline:
         """The number by which a record names a call site."""
         return b"" if self.queue is None else self.queue.number_of(place)
 
-    def lasting_call_site(self, module: Any, root: Any, code: Any, instruction: int) -> CallSite | None:
-        """The place of a call with this stack, if it is the same for all such calls."""
+    def lasting_call_site(self, module: Any, root: Any, code: Any, instruction: int) -> tuple[CallSite, Any] | None:
+        """The place of a call with this stack, and what else decides it; None if it is a new one."""
         return self.origin.lasting(module, root, code, instruction)
 
     def link(self, row: Any, *seen: Any) -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from opintercept._core.call_site import CallSite, KernelPart, written_lines
 from opintercept._origin import fused
 from opintercept._origin.sources import Source, parse
-from opintercept._origin.stack import NOT_SOURCE
+from opintercept._origin.stack import NOT_SOURCE, local_of
 from opintercept._origin.wrappers import wrapper_at
 
 if TYPE_CHECKING:
@@ -342,7 +342,7 @@ def _is_module(frame: FrameType) -> bool:
 
 def _in_module(frame: FrameType, graph: Graph | None) -> Trace:
     """Find the node of a GraphModule by the name to which the running line assigns."""
-    nodes = getattr(getattr(frame.f_locals.get("self"), "graph", None), "nodes", ())
+    nodes = getattr(getattr(local_of(frame, "self"), "graph", None), "nodes", ())
     found = re.match(_ASSIGNED, linecache.getline(frame.f_code.co_filename, frame.f_lineno))
     name = None if found is None else found[1]
     return next((_trace(node) for node in nodes if node.name == name), UNKNOWN)
@@ -378,8 +378,9 @@ def graph_of(frame: FrameType) -> tuple[Graph | None, bool]:
     outer, functions = frame.f_back, 0
     while outer is not None:
         if outer.f_code.co_name == "_fn":
-            functions += "fn" in outer.f_locals
-            module: Any = getattr(getattr(outer.f_locals.get("fn"), "named_parameters", None), "__self__", None)
+            function = local_of(outer, "fn")
+            functions += function is not None
+            module: Any = getattr(getattr(function, "named_parameters", None), "__self__", None)
             nodes = getattr(getattr(module, "graph", None), "nodes", None)
             if nodes is not None:
                 known = _graphs.get(id(module))
@@ -453,7 +454,7 @@ def _text(frame: FrameType) -> str | None:
     """Return the text of the graph from which Inductor has made the running wrapper."""
     outer = frame.f_back
     while outer is not None:
-        text = getattr(outer.f_locals.get("self"), "inductor_post_grad_graph_str", None)
+        text = getattr(local_of(outer, "self"), "inductor_post_grad_graph_str", None)
         if isinstance(text, str):
             return text
         outer = outer.f_back

@@ -10,7 +10,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -23,7 +23,7 @@ from opintercept._origin.autocast import autocast_above, autocast_below
 from opintercept._origin.links import Link, Links, address, grad_of
 from opintercept._origin.names import Labels, running_part, tells_parts
 from opintercept._origin.sources import Source
-from opintercept._origin.stack import OUTER_CALL, Walked, frame_of, is_users, module_of
+from opintercept._origin.stack import OUTER_CALL, Walked, frame_of, is_users, local_of, module_of
 
 
 def _is_graph(module: object) -> bool:
@@ -52,19 +52,51 @@ def _bases(trace: compiled_graphs.Trace, frame: FrameType) -> dict[Source, weakr
     return found if type(sources.at(trace.source, found)).__name__ == trace.kind else {}
 
 
+def _around(made: FrameType) -> tuple[torch.nn.Module | None, torch.nn.Module | None, _Caller]:
+    """Return the program's innermost and outermost module around generated code, and its line, or None and -1."""
+    own = outermost = None
+    caller: _Caller | None = None
+    frame = made.f_back
+    while frame is not None:
+        if frame.f_code is OUTER_CALL and (outer := module_of(frame)) is not None and not _is_graph(outer):
+            own, outermost = outer if own is None else own, outer
+        if caller is None and is_users(frame.f_code):
+            caller = (frame.f_code, frame.f_lasti) if own is not None else (None, -1)
+        frame = frame.f_back
+    return own, outermost, caller or (None, -1)
+
+
+def _nearest(source: Source, made: FrameType) -> torch.nn.Module | None:
+    """Return the module that the nearest frame around generated code has there, which has any."""
+    frame = made.f_back
+    while frame is not None:
+        if sources.is_module(found := sources.value_of(source, frame)):
+            return found  # type: ignore[no-any-return]
+        frame = frame.f_back
+    return None
+
+
+_Caller: TypeAlias = tuple[CodeType | None, int]
+_Key: TypeAlias = tuple[int | str, ...]
+_Named: TypeAlias = tuple[weakref.ref[torch.nn.Module], weakref.ref[torch.nn.Module], tuple[str, ...]]
+Needs: TypeAlias = tuple[tuple[bool, str, torch.nn.Module], ...]
+"""Whether a name is global, the name, and the module that the nearest frame with a module by this name has there."""
+
+
 class _Stack:
     """Reads the Python stack of a running call, and names the modules on it for one interceptor."""
 
     def __init__(self, walk: Callable[[], Walked]) -> None:
         self._labels = Labels()
         self._walk = walk
-        self._known: dict[tuple[int, int, int, Phase], _KnownPlace] = {}
+        self._known: dict[_Key, _KnownPlace] = {}
+        self._sources: dict[_Key, tuple[Source, ...]] = {}  # where compiled functions have the modules that decide
 
     def here(self, phase: Phase) -> CallSite:
         """Return the place of the running call."""
         module, root, code, instruction = self._walk()
         if code is not None and compiled_graphs.is_generated(code):
-            return self._in_graph(phase, module, root, code)[0]
+            return self._in_graph(phase, code)[0]
         if module is None or root is None:
             return CallSite(("",), code, instruction)
         if not (issubclass(type(module), torch.nn.Module) and issubclass(type(root), torch.nn.Module)):
@@ -75,52 +107,67 @@ class _Stack:
 
     def lasting(
         self, module: torch.nn.Module | None, root: torch.nn.Module | None, code: CodeType | None, instruction: int
-    ) -> CallSite | None:
-        """Return the place of a forward call with this stack, if it is the same for all such calls.
+    ) -> tuple[CallSite, Needs | None] | None:
+        """Return the place of a forward call with this stack, and what else decides it; None if it is a new one.
 
         In a wrapper of Inductor these are the modules around the graph. Such calls also have the same function of
-        Dynamo on the stack, and code of the program that calls the graph.
+        Dynamo on the stack, and code of the program that calls the graph. A place is the same for all of them if no
+        module is needed. If `Needs` cannot tell, they are None, and who asks again gets the same place if it is right.
         """
         if code is not None and compiled_graphs.is_generated(code):
             if not compiled_graphs.is_wrapper(code):
                 return None
-            inner, outer, _, _ = self._walk()
-            place, lasts = self._in_graph("forward", inner, outer, code)
-            return place if lasts else None
+            place, needs, kept = self._in_graph("forward", code)
+            return (place, needs) if kept else None
         if tells_parts(module):
             return None
         if module is None or root is None:
-            return CallSite(("",), code, instruction)
+            return CallSite(("",), code, instruction), ()
         names = self._labels.names(root, module)
-        return CallSite(names, code, instruction) if self._labels.lasts(root, module) else None
+        return (CallSite(names, code, instruction), ()) if self._labels.lasts(root, module) else None
 
-    def _in_graph(
-        self, phase: Phase, module: torch.nn.Module | None, root: torch.nn.Module | None, code: CodeType
-    ) -> tuple[CallSite, bool]:
-        """Return the place of a call in code that torch.compile has made, found in its graph, and whether it lasts."""
+    def _in_graph(self, phase: Phase, code: CodeType) -> tuple[CallSite, Needs | None, bool]:
+        """Return the place of a call in code that torch.compile has made, what else decides it, and if it is kept."""
         made = frame_of(code)
         if made is None:
-            return NOWHERE, False
-        own = outermost = None  # modules of the program around the compiled function
-        caller: tuple[CodeType | None, int] | None = None
-        frame = made.f_back
-        while frame is not None:
-            if frame.f_code is OUTER_CALL and (outer := module_of(frame)) is not None and not _is_graph(outer):
-                own, outermost = outer if own is None else own, outer
-            if caller is None and is_users(frame.f_code):
-                caller = (frame.f_code, frame.f_lasti) if own is not None else (None, -1)
-            frame = frame.f_back
+            return NOWHERE, None, False
+        own, outermost, caller = _around(made)
         graph, decides = compiled_graphs.graph_of(made)
-        key = (id(code), made.f_lineno, id(graph), phase)
-        names = () if own is None or outermost is None else self._labels.names(outermost, own)
+        key = (id(code), made.f_lasti, id(graph), phase, id(own))
+        deciding = {source: _nearest(source, made) for source in self._sources.get(key, ())}
+        known = self._known.get((*key, *map(id, deciding.values())))
+        if known is None or not known.holds(own, outermost, caller, deciding) or not self._has_names(known.names):
+            modules = None if own is None or outermost is None else (weakref.ref(own), weakref.ref(outermost))
+            around = compiled_graphs.Around(graph, modules, {}, caller)
+            place, roots = self._read(phase, made, around)
+            bases = {source: base() for source, base in around.bases.items()}
+            # Whoever calls a module has the same modules in it.
+            deciding = {} if own is not None and all(base is own for base in bases.values()) else bases
+            if roots is None or any(_nearest(source, made) is not module for source, module in deciding.items()):
+                return place, None, False
+            pairs = [(root, root) for root in roots] if own is None or outermost is None else [(outermost, own)]
+            known = _KnownPlace(code, graph, around, tuple(self._named(*pair) for pair in pairs), place)
+            self._sources[key] = tuple(deciding)
+            self._keep((*key, *map(id, deciding.values())), known)
+        needs = [
+            (source[0].kind == "G", source[0].key, module) for source, module in deciding.items() if module is not None
+        ]
+        lasts = decides and all(len(source) == 1 and source[0].kind in ("L", "G") for source in deciding)
         named = own is None or outermost is None or self._labels.lasts(outermost, own)
-        known = self._known.get(key)
-        if known is not None and known.names == names and known.holds(own, outermost, caller):
-            return known.place, decides and named
+        return known.place, tuple(needs) if lasts and named else None, True
+
+    def _read(
+        self, phase: Phase, made: FrameType, around: compiled_graphs.Around
+    ) -> tuple[CallSite, set[torch.nn.Module] | None]:
+        """Read the place of a call from its graph, and add the modules that the compiled function has to `around`.
+
+        Also returns the outermost ones of those; None if the function has further modules, or if it is none.
+        """
+        graph, bases = around.graph, around.bases
         trace = compiled_graphs.forward(made, graph)
         computed = compiled_graphs.computed(made, graph)
-        bases: dict[Source, weakref.ref[torch.nn.Module]] = {}
-        wanted = {its.source: its for its in (trace, *(part.trace for part in computed)) if its.source}
+        traces = dict.fromkeys((trace, *(part.trace for part in computed)))
+        wanted = {its.source: its for its in traces if its.source}
         frame = made.f_back
         while frame is not None and wanted:
             for source, its in tuple(wanted.items()):
@@ -129,21 +176,31 @@ class _Stack:
                 if sources.at(source, bases) is not None:
                     del wanted[source]
             frame = frame.f_back
-        runs = made.f_locals.get("self")
+        module, root, _, _ = self._walk()
+        own, runs = _modules(around)[0], local_of(made, "self")
         programs = graph is None and (own is None or _is_graph(runs)) and not (_is_dynamos(root) or _is_dynamos(runs))
         if programs and module is not None and root is not None:  # a GraphModule that the program has made
             path = trace.path if runs is module and trace.source is None else ()  # not in a module that the graph calls
-            return CallSite(self._labels.below(root, module, path), None, -1, trace.source_line), False
-        around = None if own is None or outermost is None else (weakref.ref(own), weakref.ref(outermost))
-        there = compiled_graphs.Around(graph, around, bases, caller or (None, -1))
-        place = self._place(trace, computed, there, again=phase == "recompute")
-        if around is not None and own is not None and all(base() is own for base in bases.values()):
-            # Whoever calls the module has the same modules in it.
-            if len(self._known) >= 10_000:
-                self._known.clear()
-            self._known[key] = _KnownPlace(code, graph, *around, caller, names, place)
-            return place, decides and named
-        return place, decides and own is None and not bases and not wanted
+            return CallSite(self._labels.below(root, module, path), None, -1, trace.source_line), None
+        place = self._place(trace, computed, around, again=phase == "recompute")
+        if wanted and (own is None or any(base() is not own for base in bases.values())):
+            return place, None
+        return place, {root for its in traces if (root := sources.at(its.outermost, bases)) is not None}
+
+    def _named(self, root: torch.nn.Module, module: torch.nn.Module) -> _Named:
+        return weakref.ref(root), weakref.ref(module), self._labels.names(root, module)
+
+    def _has_names(self, known: tuple[_Named, ...]) -> bool:
+        return all(
+            (root := its()) is not None and (module := of()) is not None and self._labels.names(root, module) == names
+            for its, of, names in known
+        )
+
+    def _keep(self, key: _Key, known: _KnownPlace) -> None:
+        if len(self._known) >= 10_000:
+            self._known.clear()
+            self._sources.clear()
+        self._known[key] = known
 
     def _place(
         self,
@@ -189,35 +246,40 @@ class _Stack:
         if frame is None:
             return place
         around = place.around
-        phase: Phase = "backward"
-        key = (id(frame.f_code), frame.f_lineno, id(around), phase)
+        key = (id(frame.f_code), frame.f_lasti, id(around))
         known = self._known.get(key)
-        if known is not None and known.holds(*_modules(around), around.caller):
+        if known is not None and all(ref() is not None for ref in (*(around.modules or ()), *around.bases.values())):
             return known.place
         trace = compiled_graphs.backward(frame, around.graph)
         found = self._place(trace, compiled_graphs.computed(frame, around.graph), around)
-        if around.modules is not None:
-            self._known[key] = _KnownPlace(frame.f_code, around, *around.modules, around.caller, (), found)
+        self._keep(key, _KnownPlace(frame.f_code, around.graph, around, (), found))
         return found
 
 
 class _KnownPlace(NamedTuple):
-    """The place of a call in a compiled graph, which is the same for all such calls of a module."""
+    """The place of a call in a compiled graph, which is the same for all such calls with the same modules."""
 
-    code: CodeType  # this and the next keep their identities
+    code: CodeType  # this and the next two keep their identities
     graph: Any
-    own: weakref.ref[torch.nn.Module]
-    outermost: weakref.ref[torch.nn.Module]
-    caller: tuple[CodeType | None, int] | None
-    names: tuple[str, ...]  # those of `own`
+    around: compiled_graphs.Around
+    names: tuple[_Named, ...]  # of the outermost modules, and of the innermost one around the compiled function
     place: CallSite
 
-    def holds(self, own: object, outermost: object, caller: tuple[CodeType | None, int] | None) -> bool:
+    def holds(
+        self,
+        own: torch.nn.Module | None,
+        outermost: torch.nn.Module | None,
+        caller: _Caller,
+        deciding: dict[Source, torch.nn.Module | None],
+    ) -> bool:
         """Whether the call comes through the same modules, from the same place in the program."""
-        return own is not None and self.own() is own and self.outermost() is outermost and self.caller == caller
+        known, around = _modules(self.around), self.around
+        if known[0] is not own or known[1] is not outermost or around.caller != caller:
+            return False
+        return all(around.bases[source]() is module is not None for source, module in deciding.items())
 
 
-def _modules(around: compiled_graphs.Around) -> tuple[object, object]:
+def _modules(around: compiled_graphs.Around) -> tuple[torch.nn.Module | None, torch.nn.Module | None]:
     return (None, None) if around.modules is None else (around.modules[0](), around.modules[1]())
 
 

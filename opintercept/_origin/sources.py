@@ -18,6 +18,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from opintercept._origin.stack import local_of
+
 
 class Access(NamedTuple):
     """One step from a value to another one that it holds."""
@@ -115,6 +117,12 @@ def look_up(source: Source, frame: FrameType) -> Iterator[Any]:
         yield value
 
 
+def value_of(source: Source, frame: FrameType) -> Any:
+    """Return the value of the last step in a frame; None if it cannot be found."""
+    values = list(look_up(source, frame))
+    return values[-1] if len(values) == len(source) else None
+
+
 def find(source: Source, frame: FrameType) -> tuple[Source, torch.nn.Module] | None:
     """Find the first module on the way from which `at` finds the last one, and where the frame has it."""
     values = list(look_up(source, frame))
@@ -193,8 +201,18 @@ def _to_come(value: Any, index: int) -> Any:
     return values[begin + index]
 
 
+_MISSING = object()
+
+
+def _local(frame: FrameType, name: str) -> Any:
+    found = local_of(frame, name, _MISSING)
+    if found is _MISSING:
+        raise LookupError
+    return found
+
+
 _LOOKS: dict[str, Callable[[Any, Any], Any]] = {
-    "L": lambda frame, name: frame.f_locals[name],
+    "L": _local,
     "G": lambda frame, name: frame.f_globals[name],
     "import": lambda _, name: sys.modules[name],
     "attribute": _attribute,

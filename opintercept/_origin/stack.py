@@ -9,6 +9,7 @@ import atexit
 import os
 import sys
 from collections.abc import Callable
+from inspect import CO_OPTIMIZED
 from types import CodeType, FrameType
 from typing import Any, TypeAlias
 
@@ -130,10 +131,23 @@ def _called_directly(frame: FrameType) -> bool:
     return (caller is None or caller.f_code is not _INNER_CALL) and module_of(frame) is not None
 
 
+def local_of(frame: FrameType, name: str, default: Any = None) -> Any:
+    """Return a variable of a frame.
+
+    To ask a frame for all of them takes long, and before Python 3.13 it keeps them until the frame ends.
+    """
+    code = frame.f_code
+    if code.co_flags & CO_OPTIMIZED and not (
+        name in code.co_varnames or name in code.co_freevars or name in code.co_cellvars
+    ):
+        return default
+    return frame.f_locals.get(name, default)
+
+
 def module_of(frame: FrameType) -> torch.nn.Module | None:
     """Return the module whose method a frame runs, or None."""
     code = frame.f_code
-    module = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    module = local_of(frame, code.co_varnames[0]) if code.co_argcount else None
     return module if isinstance(module, torch.nn.Module) else None
 
 
@@ -157,7 +171,7 @@ def custom_function() -> Any:
         code = frame.f_code
         # Without a caller's frame, the name tells: its own, or that of the decorator `torch.amp.custom_fwd`.
         if caller.f_code is _APPLY if _APPLY is not None else code.co_name in ("forward", "decorate_fwd"):
-            first = frame.f_locals.get(code.co_varnames[0]) if code.co_varnames else None
+            first = local_of(frame, code.co_varnames[0]) if code.co_varnames else None
             if not code.co_argcount and isinstance(first, tuple) and first:
                 first = first[0]  # the `*args` of a decorator such as `torch.amp.custom_fwd`
             if isinstance(first, _Context) and first.next_functions:

@@ -21,6 +21,7 @@ import torch
 
 from opintercept._ops.generated import Argument, GeneratedKernel, Part
 from opintercept._ops.table import HIGHER_ORDER
+from opintercept._origin.stack import local_of
 
 # Private. Where it is missing, the operators that a kernel's name lists are not told apart.
 _all_names: Any = getattr(torch._C, "_dispatch_get_all_op_names", list)
@@ -133,7 +134,7 @@ def attributes_on_stack(name: str) -> Iterator[str]:
     """The texts of this name that compiled graphs on the stack have, from the innermost one outwards."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        text = getattr(frame.f_locals.get("self"), name, None)
+        text = getattr(local_of(frame, "self"), name, None)
         if isinstance(text, str):
             yield text
         frame = frame.f_back

@@ -22,6 +22,9 @@ from native import run_python
 from nets import IN_PAIR, Discriminator, Generator, record
 from torch import Tensor, nn
 
+from opintercept import hooks, intercept
+from opintercept._origin.origin import _Stack
+
 pytestmark = pytest.mark.slow
 
 
@@ -336,6 +339,50 @@ def test_a_compiled_function_names_the_modules_that_it_calls(backend: str) -> No
     first, second = torch.ones(2, 4), torch.ones(2, 4)
     eager = places(lambda: step(one, two, first).sum().backward())
     assert places(lambda: compiled(one, two, second).sum().backward()) == eager
+
+
+current = nn.Module()  # of the test below
+
+
+@needs_compiler
+@pytest.mark.usefixtures("quick_compiler")
+@pytest.mark.parametrize("held", ["argument", "closure", "global", "attribute", "two closures"])
+def test_a_compiled_function_that_gets_another_module_names_it(held: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), torch.randn(4, 16)
+    asked = 0
+    ask = _Stack._in_graph
+
+    def counted(*args: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        return ask(*args)
+
+    monkeypatch.setattr(_Stack, "_in_graph", counted)
+    closed = other = model[0]
+    around = Held(model[0])
+    bodies = {
+        "argument": lambda its: its(x).relu(),
+        "closure": lambda _: closed(x).relu(),
+        "global": lambda _: current(x).relu(),
+        "attribute": lambda _: around.model(x).relu(),
+        "two closures": lambda _: closed(other(x)).relu(),
+    }
+    compiled = torch.compile(bodies[held])
+    recorder = hooks.Recorder()
+    named, times_asked = [], []
+    with torch.no_grad(), intercept(recorder, ops="all", engine="compiled"):
+        model(x)  # so that parts have their names
+        for number in (0, 0, 0, 1, 1, 0, 0):
+            closed = other = around.model = model[number]
+            monkeypatch.setitem(globals(), "current", model[number])
+            asked, before = 0, len(recorder.records)
+            compiled(model[number])
+            named.append({record.module for record in recorder.records[before:]} - {""})  # of the function itself
+            times_asked.append(asked)
+    assert named == [{"0"}, {"0"}, {"0"}, {"1"}, {"1"}, {"0"}, {"0"}]
+    assert times_asked[0] > 0
+    if held != "attribute":  # which only Python can look up
+        assert (times_asked[2], times_asked[6]) == (0, 0)
 
 
 @needs_compiler

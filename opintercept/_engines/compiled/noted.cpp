@@ -331,7 +331,7 @@ struct NotedCall {
     return number_in(number.get());
   }
 
-  // Where the call comes from. False if Python has to find out each time.
+  // Where the call comes from. False if hooks in Python have to be told.
   bool find_place(Part& part) {
     Walked walked;
     if (!walk_here(walked)) {
@@ -350,10 +350,23 @@ struct NotedCall {
           THPObjectPtr(check(PyLong_FromLong(walked.instruction))).get(),
           nullptr)));
       if (place.get() != Py_None) {
-        part.row.place = part.ring->remember_place(part.known, walked, place.get(), number_of(part, place.get()));
+        PyObject *found = PyTuple_GET_ITEM(place.get(), 0), *needs = PyTuple_GET_ITEM(place.get(), 1);
+        if (needs == Py_None) {
+          take_place(part, found);
+        } else {
+          part.row.place = part.ring->remember_place(part.known, walked, found, number_of(part, found), needs);
+        }
       }
     }
     return part.row.place != UNKNOWN;
+  }
+
+  // Notes the place of a call that Python has found.
+  static void take_place(Part& part, PyObject* place) {
+    part.row.place = part.ring->place_of(*part.known, place);
+    if (part.row.place == UNKNOWN) {
+      part.row.place = part.ring->remember_place(part.known, place, number_of(part, place));
+    }
   }
 
   c10::SmallVector<const void*, 8> addresses() const { // of the positional arguments; null for what is not a tensor
@@ -381,10 +394,7 @@ struct NotedCall {
     if (!opintercept::find_forward(links_of(part).get(), used, left, found) && !ask_forward(part, used, left, found)) {
       return false;
     }
-    part.row.place = part.ring->place_of(*part.known, found.place.get());
-    if (part.row.place == UNKNOWN) {
-      part.row.place = part.ring->remember_place(part.known, found.place.get(), number_of(part, found.place.get()));
-    }
+    take_place(part, found.place.get());
     part.row.forward = found.index;
     part.row.grad_of = found.grad_of;
     return part.row.place != UNKNOWN;

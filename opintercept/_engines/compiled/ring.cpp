@@ -19,12 +19,13 @@ PyObject* Ring::nowhere = nullptr;
 
 bool operator==(const Walked& a, const Walked& b) {
   return a.module == b.module && a.root == b.root && a.code == b.code && a.instruction == b.instruction &&
-      a.function == b.function && a.caller == b.caller && a.caller_instruction == b.caller_instruction;
+      a.function == b.function && a.caller == b.caller && a.caller_instruction == b.caller_instruction &&
+      a.inside == b.inside;
 }
 
 size_t Generation::ByWalk::operator()(const Walked& walked) const {
   size_t mixed = static_cast<size_t>(walked.instruction);
-  for (PyObject* each : {walked.module, walked.root, walked.code, walked.function, walked.caller}) {
+  for (PyObject* each : {walked.module, walked.root, walked.code, walked.function, walked.caller, walked.inside[0]}) {
     mixed = (mixed ^ reinterpret_cast<size_t>(each) >> 4) * 0x9e3779b97f4a7c15u;
   }
   return mixed;
@@ -75,7 +76,19 @@ uint32_t Ring::number_in(const Generation& known, Map Generation::* numbers, con
   return found == (known.*numbers).end() ? UNKNOWN : found->second;
 }
 
-uint32_t Ring::place_of(const Generation& known, const Walked& walked) {
+uint32_t Ring::place_of(const Generation& known, Walked walked) {
+  std::vector<ModuleName> names;
+  if (walked.wrapper != nullptr) {
+    std::lock_guard lock(mutex);
+    auto found = known.needs.find(walked);
+    names = found == known.needs.end() ? names : found->second;
+  }
+  if (!names.empty()) {
+    Locked locked;
+    for (size_t i = 0; i < names.size(); i++) {
+      walked.inside[i] = find_module(walked, names[i]);
+    }
+  }
   return number_in(known, &Generation::by_walk, walked);
 }
 
@@ -150,14 +163,31 @@ PyMethodDef walked_died_method = {"walked_died", walked_died, METH_O, nullptr};
 
 } // namespace
 
-uint32_t Ring::remember_place(GenerationPtr& known, const Walked& walked, PyObject* place, uint32_t numbered) {
+uint32_t Ring::remember_place(
+    GenerationPtr& known, Walked walked, PyObject* place, uint32_t numbered, PyObject* needs) {
+  const Walked around = walked;
+  const auto count = static_cast<size_t>(PyTuple_GET_SIZE(needs));
+  if (count > walked.inside.size()) {
+    return remember_place(known, place, numbered);
+  }
   std::vector<THPObjectPtr> references;
+  std::vector<ModuleName> names;
+  for (size_t i = 0; i < count; i++) {
+    PyObject* need = PyTuple_GET_ITEM(needs, static_cast<Py_ssize_t>(i));
+    PyObject* name = Py_NewRef(PyTuple_GET_ITEM(need, 1));
+    PyUnicode_InternInPlace(&name);
+    references.emplace_back(name);
+    names.push_back({PyTuple_GET_ITEM(need, 0) == Py_True, name});
+    walked.inside[i] = PyTuple_GET_ITEM(need, 2);
+  }
   for (PyObject* each :
        {walked.module,
         walked.root,
         walked.function,
-        walked.generated ? walked.code : nullptr,
-        walked.caller}) { // other places keep their code
+        walked.generated ? walked.code : nullptr, // other places keep their code
+        walked.caller,
+        walked.inside[0],
+        walked.inside[1]}) {
     if (each != nullptr) {
       references.emplace_back(check(PyWeakref_NewRef(each, died)));
     }
@@ -166,6 +196,9 @@ uint32_t Ring::remember_place(GenerationPtr& known, const Walked& walked, PyObje
   if (number != UNKNOWN) {
     std::lock_guard lock(mutex);
     known->by_walk.try_emplace(walked, number);
+    if (count > 0) {
+      known->needs.insert_or_assign(around, std::move(names));
+    }
     for (THPObjectPtr& each : references) {
       known->walked.push_back(each.release());
     }

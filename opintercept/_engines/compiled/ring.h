@@ -66,9 +66,10 @@ struct Generation {
   const std::shared_ptr<const Plan> plan;
   const uint64_t forgotten; // `Ring::forgotten` when it began
   std::unordered_map<Walked, uint32_t, ByWalk> by_walk;
+  std::unordered_map<Walked, std::vector<ModuleName>, ByWalk> needs; // what `Walked.inside` holds of such calls
   std::unordered_map<PyObject*, uint32_t> by_place;
   std::unordered_map<std::string, uint32_t> by_look;
-  std::vector<PyObject*> places, looks, walked; // owned; weak references to what `by_walk` knows by its address
+  std::vector<PyObject*> places, looks, walked; // owned; names, and weak references to what `by_walk` has addresses of
   std::vector<uint32_t> place_numbers, look_numbers; // by which records name them
   size_t key_bytes = 0; // of looks; those of a list of tensors are long
 
@@ -135,13 +136,13 @@ class Ring {
 
   GenerationPtr current(); // null while the hooks have to see each call
 
-  uint32_t place_of(const Generation& known, const Walked& walked); // UNKNOWN if it has not been remembered
+  uint32_t place_of(const Generation& known, Walked walked); // UNKNOWN if it has not been remembered
   uint32_t place_of(const Generation& known, PyObject* place); // likewise
 
   // With the interpreter's lock: remember, and return the number. UNKNOWN if the hooks have changed or there is no
   // room. Puts a new generation in the place of one that is full or may have become wrong.
   uint32_t remember_place(GenerationPtr& known, PyObject* place, uint32_t number);
-  uint32_t remember_place(GenerationPtr& known, const Walked& walked, PyObject* place, uint32_t number);
+  uint32_t remember_place(GenerationPtr& known, Walked walked, PyObject* place, uint32_t number, PyObject* needs);
   void remember_look(GenerationPtr& known, const std::string& key, PyObject* look, uint32_t number);
 
   // Adds a row for a call that looks like this, which then owns the values. False if the look is unknown, if the ring has another generation by now

@@ -191,21 +191,35 @@ bool is_wrapper(PyObject* code) {
   return at > 0 && (text[at - 1] == '/' || text[at - 1] == '\\') && text[at] == 'c' && size - TAIL - at > SHORTEST;
 }
 
-// The value of a free variable of a frame; null if it has none of this name.
-PyObject* free_in(Frame* frame, PyObject* name) {
-  auto* code = reinterpret_cast<PyCodeObject*>(code_of(frame));
-  for (int i = code->co_nlocalsplus - code->co_nfreevars; i < code->co_nlocalsplus; i++) {
-    if (PyTuple_GET_ITEM(code->co_localsplusnames, i) == name) {
+PyObject* value_in(Frame* frame, int place) { // of a variable, perhaps a cell, or nullptr
 #if PY_VERSION_HEX >= 0x030E0000
-      _PyStackRef ref = frame->localsplus[i];
-      PyObject* cell = PyStackRef_IsNull(ref) ? nullptr : PyStackRef_AsPyObjectBorrow(ref);
+  _PyStackRef ref = frame->localsplus[place];
+  return PyStackRef_IsNull(ref) ? nullptr : PyStackRef_AsPyObjectBorrow(ref);
 #else
-      PyObject* cell = frame->localsplus[i];
+  return frame->localsplus[place];
 #endif
-      return cell != nullptr && PyCell_Check(cell) ? PyCell_GET(cell) : nullptr;
+}
+
+// The value of a variable of a frame, the first of which is looked at; null if it has none of this name.
+PyObject* variable_in(Frame* frame, PyObject* name, int first) {
+  auto* code = reinterpret_cast<PyCodeObject*>(code_of(frame));
+  for (int i = first; i < code->co_nlocalsplus; i++) {
+    if (PyTuple_GET_ITEM(code->co_localsplusnames, i) == name) {
+      PyObject* value = value_in(frame, i);
+      bool is_cell = _PyLocals_GetKind(code->co_localspluskinds, i) & (CO_FAST_CELL | CO_FAST_FREE);
+      return is_cell && value != nullptr && PyCell_Check(value) ? PyCell_GET(value) : value;
     }
   }
   return nullptr;
+}
+
+PyObject* free_in(Frame* frame, PyObject* name) {
+  auto* code = reinterpret_cast<PyCodeObject*>(code_of(frame));
+  return variable_in(frame, name, code->co_nlocalsplus - code->co_nfreevars);
+}
+
+PyObject* item_of(PyObject* variables, PyObject* name) {
+  return variables != nullptr && PyDict_Check(variables) ? PyDict_GetItemWithError(variables, name) : nullptr;
 }
 
 bool is_graph(PyObject* module) { // `_origin.origin._is_graph`
@@ -221,6 +235,7 @@ bool is_graph(PyObject* module) { // `_origin.origin._is_graph`
 // What is around a wrapper, as `_origin.origin._Stack._in_graph` finds it.
 void walk_around(Frame* wrapper, opintercept::Walked& walked, bool& sure) {
   walked.generated = true;
+  walked.wrapper = wrapper;
   walked.module = walked.root = nullptr;
   bool told = false;
   for (Frame* frame = back(wrapper); frame != nullptr; frame = back(frame)) {
@@ -295,6 +310,24 @@ bool opintercept::walk_here(Walked& walked) {
   return sure;
 }
 
+PyObject* opintercept::find_module(const Walked& walked, const ModuleName& name) {
+  auto* wrapper = static_cast<Frame*>(const_cast<void*>(walked.wrapper));
+  for (Frame* frame = back(wrapper); frame != nullptr; frame = back(frame)) {
+    PyObject* found;
+    if (name.global) {
+      found = item_of(frame->f_globals, name.name);
+    } else if (reinterpret_cast<PyCodeObject*>(code_of(frame))->co_flags & CO_OPTIMIZED) {
+      found = variable_in(frame, name.name, 0);
+    } else {
+      found = item_of(frame->f_locals, name.name);
+    }
+    if (found != nullptr && PyType_IsSubtype(Py_TYPE(found), reinterpret_cast<PyTypeObject*>(module_type))) {
+      return found;
+    }
+  }
+  return nullptr;
+}
+
 bool opintercept::find_here(Here& here) {
   PyThreadState* thread = PyGILState_GetThisThreadState();
   Frame* frame = thread == nullptr ? nullptr : top(thread);
@@ -357,6 +390,10 @@ PyObject* opintercept_set_up_walk(PyObject*, PyObject*) {
 
 bool opintercept::walk_here(Walked&) {
   return false;
+}
+
+PyObject* opintercept::find_module(const Walked&, const ModuleName&) {
+  return nullptr;
 }
 
 bool opintercept::find_here(Here&) {

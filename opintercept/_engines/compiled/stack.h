@@ -4,6 +4,8 @@
 
 #include <Python.h>
 
+#include <array>
+
 namespace opintercept {
 
 // As `_origin.stack.Walked`, with null for what does not exist. All of it is borrowed from the frames of this thread.
@@ -16,7 +18,21 @@ struct Walked {
   bool generated = false;
   PyObject *function = nullptr, *caller = nullptr;
   int caller_instruction = -1;
+  const void* wrapper = nullptr; // its frame, which is not compared
+
+  // Modules that a compiled function has, of those places that depend on them.
+  std::array<PyObject*, 2> inside{};
 };
+
+// A name by which a compiled function has a module, see `_origin.origin.Needs`.
+struct ModuleName {
+  bool global;
+  PyObject* name; // interned
+};
+
+// The module that the nearest frame around a wrapper with a module by this name has there, or null; as
+// `_origin.origin._nearest`. With the interpreter's lock.
+PyObject* find_module(const Walked& walked, const ModuleName& name);
 
 // Where the innermost frame of Python is: its globals, its code and the instruction. False if that cannot be told.
 struct Here {
