@@ -68,9 +68,31 @@ struct Lasting {
   std::vector<Kept> looks;
 };
 
+// How often something was written to, as far as readers may care.
+class Writes {
+ public:
+  void count(const c10::StorageImpl* storage) { // null for all
+    any++;
+    (storage != nullptr && storage->resizable() ? of(*storage) : shared)++;
+  }
+  uint64_t until_now(const c10::StorageImpl& storage) const { // the same as before if nothing was written to its memory
+    return storage.resizable() ? of(storage) + shared : any.load();
+  }
+
+ private:
+  std::atomic<uint64_t> any{0}, shared{0}; // to storages that may have memory in common
+  mutable std::array<std::atomic<uint64_t>, 64> others{};
+
+  std::atomic<uint64_t>& of(const c10::StorageImpl& storage) const {
+    return others[splitmix64(reinterpret_cast<uintptr_t>(&storage)) % others.size()];
+  }
+};
+
 struct Memory {
   std::mutex mutex;
   std::atomic<bool> has_any{false}; // so that writes where nothing is remembered cost nothing
+  std::atomic<int64_t> readings{0}; // that have begun
+  Writes writes;
   std::unordered_map<const c10::StorageImpl*, Lasting> storages;
   // Those that may share their memory with another storage, as of NumPy or of DLPack, by where it begins; and the size of
   // the largest one so far.
@@ -236,7 +258,14 @@ bool recall(const Asked& asked, Sums& sums, uint64_t& hash) {
   return true;
 }
 
-void keep(const Asked& asked, bool counts_later, const Sums& sums, uint64_t hash) {
+Keeping::Keeping(const Asked& of)
+    : asked(of), began((memory().readings++, memory().writes.until_now(*storage_of(of.tensor)))) {}
+
+Keeping::~Keeping() {
+  memory().readings--;
+}
+
+void Keeping::keep(bool counts_later, const Sums& sums, uint64_t hash) const {
   Memory& known = memory();
   const Request& request = asked.request;
   const uint32_t version = version_of(asked.tensor);
@@ -256,6 +285,9 @@ void keep(const Asked& asked, bool counts_later, const Sums& sums, uint64_t hash
   std::lock_guard lock(known.mutex);
   make_room(known);
   const c10::StorageImpl* storage = storage_of(asked.tensor);
+  if (known.writes.until_now(*storage) != began) {
+    return;
+  }
   auto found = known.storages.find(storage);
   if (found == known.storages.end()) {
     const Extent extent(*storage);
@@ -275,7 +307,9 @@ void keep(const Asked& asked, bool counts_later, const Sums& sums, uint64_t hash
 }
 
 bool remembers_any() {
-  return memory().has_any.load(std::memory_order_relaxed);
+  // Who has begun to read sees what was written before this, or is seen here.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  return memory().has_any.load(std::memory_order_relaxed) || memory().readings.load(std::memory_order_relaxed) != 0;
 }
 
 void forget_values(const c10::StorageImpl* storage) {
@@ -284,6 +318,7 @@ void forget_values(const c10::StorageImpl* storage) {
     return;
   }
   std::lock_guard lock(known.mutex);
+  known.writes.count(storage);
   if (storage == nullptr) {
     known.clear();
   } else {

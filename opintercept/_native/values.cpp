@@ -15,6 +15,7 @@
 #include <array>
 #include <cmath>
 #include <cstdint>
+#include <optional>
 #include <utility>
 
 bool opintercept::in_memory(const at::Tensor& tensor, const void*& data) {
@@ -198,12 +199,16 @@ bool opintercept::read_sums(
   if (remembers && recall(asked, sums, hash)) {
     return true;
   }
+  std::optional<Keeping> keeping;
+  if (remembers) {
+    keeping.emplace(asked);
+  }
   Answer answer;
   CHOSEN(read)(layout, request, workers_for(layout.count), answer);
   sums = answer.sums;
   hash = answer.hash;
-  if (remembers) {
-    keep(asked, keeps == Keep::WRITTEN, sums, hash);
+  if (keeping) {
+    keeping->keep(keeps == Keep::WRITTEN, sums, hash);
   }
   return true;
 }

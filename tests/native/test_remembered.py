@@ -137,6 +137,37 @@ def test_what_an_operator_has_written_is_read(way: str, inference: bool, tmp_pat
     assert [call.values["rhs"].hash for call in found] == known
 
 
+@pytest.mark.parametrize("share", [False, True])
+def test_a_write_while_another_thread_reads_is_noticed(
+    share: bool, remember: Callable[[int, int], int], tmp_path: Path
+) -> None:
+    w = torch.zeros(4_000_000)
+    other = torch.from_numpy(w.numpy()) if share else w
+    meet = threading.Barrier(2)
+    rounds, known = 40, []
+
+    def write() -> None:
+        for number in range(rounds):
+            meet.wait()
+            other.data.fill_(number + 1.0)
+            meet.wait()
+
+    with intercept(runs.RunRecorder(tmp_path / "run"), ops="all", engine="compiled"):
+        thread = threading.Thread(target=write)
+        thread.start()
+        for _ in range(rounds):
+            remember(1, 0)  # forgets all
+            meet.wait()
+            w.sum()  # reads before, while or after the other thread writes
+            meet.wait()
+            known.append(hash_of(w))
+            w.prod()
+        thread.join()
+    found = [call for call in runs.open_run(tmp_path / "run").calls() if call.record.op == "aten::prod"]
+    assert len(set(known)) == rounds
+    assert [call.values["self"].hash for call in found] == known
+
+
 @pytest.mark.parametrize("written", ["one", "other"])
 @pytest.mark.parametrize("share", ["numpy", "dlpack"])
 def test_a_write_by_another_storage_of_the_same_memory_is_noticed(share: str, written: str, tmp_path: Path) -> None:

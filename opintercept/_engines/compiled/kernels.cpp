@@ -335,13 +335,18 @@ bool frozen(PyObject* output) {
 void run_below(const Overload& overload, const c10::OperatorHandle& op, DispatchKeySet below, Stack* stack) {
   struct Forgets {
     c10::SmallVector<c10::weak_intrusive_ptr<c10::StorageImpl>, 4> written; // the stack may hold the last reference
+    bool all = false; // if another thread has begun to read meanwhile
     ~Forgets() {
+      if (all) {
+        forget_values(nullptr);
+      }
       for (const auto& storage : written) {
         forget_values(storage._unsafe_get_target());
       }
     }
   } forgets;
-  if (!overload.writes.empty() && remembers_any()) {
+  forgets.all = !overload.writes.empty() && !remembers_any();
+  if (!overload.writes.empty() && !forgets.all) {
     const c10::IValue* values = stack->data() + stack->size() - overload.count;
     for (size_t place : overload.writes) {
       each_tensor(values[place], [&](const at::Tensor& tensor) {
