@@ -470,11 +470,13 @@ class NonFinite(Copyable, Shown):
         if isinstance(first := first_output(output), torch.Tensor) and leaves_out_captured(first, self, joins=True):
             self.skipped += 1
             return
-        if (before is None or before.written) and _are_finite([output] if before is None else _made(call, before)):
+        made = [output] if before is None and type(output) is torch.Tensor else _made(call, before)
+        here = [_range_here(tensor) for tensor in made]
+        if (before is None or before.written) and here and all(span is not None and span.finite for span in here):
             return
         if isinstance(first, torch.Tensor):
             is_ready(first.device)
-        span = _range(output) if before is None and type(output) is torch.Tensor else _whole(_made(call, before))
+        span = _whole([_range(tensor) if known is None else known for tensor, known in zip(made, here, strict=True)])
         if span is None:
             values = isinstance(first, torch.Tensor) and first.is_floating_point() and first.numel()
             self.skipped += bool(values and first.device.type not in ("cpu", "meta"))
@@ -496,8 +498,9 @@ class NonFinite(Copyable, Shown):
             self.check()  # a device may have made what came in
         found = _operands(call, before)
         operands = {name: read for name, span in found.ranges.items() if (read := _read(span)) is not None}
+        found = found._replace(memory=_memory(call, [name for name, extent in operands.items() if not extent.finite]))
         with self._lock:
-            written = places(_made(call, before), written=before is not None)
+            written = places(made, written=before is not None)
             moment = _Moment(Losses, tuple(getattr(call.owner, "unseen", ())))
             finding = self._judge(call.record(), extent, operands, found, written, moment)
         if finding is not None:
@@ -608,7 +611,8 @@ class NonFinite(Copyable, Shown):
             known = {name: read for name, span in others.items() if (read := _read(span)) is not None}
             found = found._replace(numbers=found.numbers | known)
         spans = self._lots.put([_on(device, span) for span in (output, *ranges.values())])
-        rest = tuple(ranges), found._replace(ranges={}), places(_made(call, before), written=before is not None)
+        found = found._replace(ranges={}, memory=_memory(call, [*found.ranges]))
+        rest = tuple(ranges), found, places(_made(call, before), written=before is not None)
         if graph is not None:
             keep(call, self, lambda lot: _Spans(spans.of(lot).read, *rest))
         else:
@@ -733,9 +737,13 @@ def _operands(call: OpCall, before: _Before | None) -> _InputRanges:
     numbers, missing, packed = _others(options)
     unread += missing
     ranges |= {name: span for name, part in packed.items() if (span := _range(part)) is not None}
-    memory = {name: places([tensors[name]]) for name in ranges if name in tensors}
     inner = call.phase == "backward" and running_node() in MASKS_LATER
-    return _InputRanges(ranges, numbers, tuple(unread), memory, inner)
+    return _InputRanges(ranges, numbers, tuple(unread), {}, inner)
+
+
+def _memory(call: OpCall, names: Sequence[str]) -> dict[str, list[MemoryPlace]]:
+    tensors = call.tensors if names else {}
+    return {name: places([tensors[name]]) for name in names if name in tensors}
 
 
 def _others(options: Mapping[str, Any]) -> tuple[dict[str, ValueRange], tuple[str, ...], dict[str, Any]]:
@@ -826,13 +834,19 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     return plain and share_memory(one, other)
 
 
+def _range_here(tensor: torch.Tensor) -> ValueRange | None:
+    """As `_range`, of a tensor on the host that C++ can read; otherwise None."""
+    ends = native.extent(tensor)
+    return None if ends is None else ValueRange(*ends)
+
+
 def _range(tensor: Any) -> Span | None:
     """Minimum and maximum, `[2]` where they are on a device; None if it is always finite or cannot be read."""
     if not isinstance(tensor, torch.Tensor):
         return None
     try:
-        if (ends := native.extent(tensor)) is not None:
-            return ValueRange(*ends)
+        if (here := _range_here(tensor)) is not None:
+            return here
         if tensor.layout is not torch.strided and in_memory(tensor) and (parts := parts_of(tensor)):
             tensor = parts[-1]  # the dense form of a sparse tensor may not fit into memory
         if tensor.is_complex() and is_strided(tensor) and in_memory(tensor):  # the modulus of Inf + NaN i is Inf
@@ -847,18 +861,9 @@ def _range(tensor: Any) -> Span | None:
         return None
 
 
-def _are_finite(tensors: list[torch.Tensor]) -> bool:
-    """Whether all tensors are known to be finite: those on the host that C++ can read."""
-    for tensor in tensors:
-        ends = native.extent(tensor)
-        if ends is None or not (math.isfinite(ends[0]) and math.isfinite(ends[1])):
-            return False
-    return bool(tensors)
-
-
-def _whole(tensors: list[torch.Tensor]) -> Span | None:
-    """The common range of several tensors."""
-    spans = [span for span in map(_range, tensors) if span is not None]
+def _whole(found: Iterable[Span | None]) -> Span | None:
+    """The common range of several tensors, without those that cannot be read."""
+    spans = [span for span in found if span is not None]
     if len(spans) < 2:
         return spans[0] if spans else None
     there = [span for span in spans if isinstance(span, torch.Tensor)]
