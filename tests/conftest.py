@@ -135,9 +135,9 @@ def clean_torch() -> Iterator[None]:
     assert dispatcher_state() == before
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def quick_collections() -> None:
-    """Let `gc.collect` look only at what tests make, and not for a second at the half a million objects of torch."""
+    """Let `gc.collect` look only at what the tests of a file make, and not for a second at all that others import."""
     gc.collect()
     gc.freeze()
 
