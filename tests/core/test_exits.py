@@ -33,7 +33,7 @@ from opintercept.runs.record import writer
 from opintercept.runs.store.flight import FLIGHT
 
 # How many interrupts each test delivers. 10,000 make a thorough run, which takes some minutes for each kind of block.
-NUMBER = int(os.environ.get("OPINTERCEPT_INTERRUPTS", 0)) or sampled.fewer(150, 25)
+NUMBER = int(os.environ.get("OPINTERCEPT_INTERRUPTS", 0)) or sampled.fewer(150, 15)
 
 # How many it delivers for each engine, kind of block and mode of a recorder.
 MOST = NUMBER if "OPINTERCEPT_INTERRUPTS" in os.environ else sampled.fewer(20, 3)

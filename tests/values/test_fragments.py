@@ -98,8 +98,8 @@ PLANTED: list[tuple[str, str, str, str, str, tuple[torch.dtype, ...]]] = [
     ("sum", r"tmp1\.neg\(\)", "tmp1", "_softmax_backward_data", "softmax", (torch.float32,)),
 ]
 CASES = [(dtype, *case[:5]) for case in PLANTED for dtype in case[5]]
-# With `--sampled` each is planted into one dtype.
-CHOSEN = sampled.picks_of_each({f"{case[1]}-{case[0]}": case[1] for case in CASES}, 2)
+# With `--sampled` one fault is planted into the kernel of each operator.
+CHOSEN = sampled.picks_of_each({f"{case[1]}-{case[0]}": case[4] for case in CASES}, 8)
 CASES = [case for case in CASES if f"{case[1]}-{case[0]}" in CHOSEN]
 
 
