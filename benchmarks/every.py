@@ -120,7 +120,7 @@ def run(smoke: bool) -> list[Row]:
 def _graphs(smoke: bool, in_c: dict[str, Make]) -> list[Row]:
     """Time graphs of torch.compile, whose generated kernels are calls.
 
-    A compiled function that finds its modules by itself may find others next time, so that each call is looked at.
+    A compiled function that finds its modules by itself may find others next time: they are looked up for each call.
     """
     torch.manual_seed(0)
     model = llama(width=256)
