@@ -104,6 +104,14 @@ def test_rows_of_a_few_numbers_are_found_together(tmp_path: Path) -> None:
     assert joints.find(Spread(base, (), UNIT)) is None
 
 
+def test_a_sample_of_one_row_is_found_in_a_batch(tmp_path: Path) -> None:
+    x = drawn(0, 5, 16)
+    joints = joints_of(tmp_path, lambda: x * 2)
+    found = joints.find(Spread(2 * x[3:4].double(), (), UNIT))
+    assert found is not None
+    assert (found.whole, torch.equal(found.values, 2 * x[3:4].double())) == (False, True)
+
+
 @pytest.mark.parametrize("shape", [(), (3,), (4, 5), (1, 1 << 21), ((1 << 21) + 3, 1)])
 def test_the_ratio_of_large_tensors_is_that_of_their_rows(shape: tuple[int, ...]) -> None:
     base = torch.linspace(1, 2, math.prod(shape), dtype=torch.float64).reshape(shape)
