@@ -37,12 +37,9 @@ WRONG: dict[str, str] = {
     "directions: norm of columns": "operators that only one program has are named, and not one of another dimension",
     "experts: two change places": "experts that one program stacks have no places of their own",
     "mla: the shared key does not turn": "the first operator of a region is named, not where it differs",
-    "private: clipped after the mean": "single samples of few numbers are not found in a batch",
     "residual: rounded before the norm": "rounding of a sum is taken for that of the machine",
-    "resumed: without the state of the optimizer": "no single change explains it, and another place is named",
     "rwkv: shares exchanged": "rows of tokens and batches are taken in the order of the other program",
     "smoothed: one is smoothed twice": "a product is taken for what is scaled behind it",
-    "spectra: another gelu": "sines of large angles round more than the region before them",
     "trained: a wrong gradient": "what follows from a gradient is accused besides it",
     "trained: another batch": "gradients of another batch are accused besides it",
 }

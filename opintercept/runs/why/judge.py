@@ -413,7 +413,7 @@ class Judge(Both):
     def _grouped(self) -> tuple[list[Cause], list[Cause], Loss | None]:
         """The causes, of which those of the same words are one, and what is coarser throughout."""
         groups: dict[Any, list[_Head]] = {}
-        for head in map(self._placed, self._heads) if self.partial else self._heads:
+        for head in map(self._placed, self._heads):
             line = None if head.uniform else head.cause.place.source
             groups.setdefault((head.cause.what, line) if head.cause.what else head.numbers[0], []).append(head)
         told = [
@@ -436,23 +436,27 @@ class Judge(Both):
         return causes, coarser, loss
 
     def _placed(self, head: _Head) -> _Head:
-        """An unknown cause at the first call that is not vindicated: from which nothing leads to what B has, too.
+        """An unknown cause at a call that is not vindicated: from which nothing leads to what B has, too.
 
         What autograd makes of what B has is right.
         """
-        known, right = (self.last.joined.keys() - self._wrong) & self.a.active, set[int]()
-        for step in self.a.steps[self.a.program.backward :]:
-            derived = frozenset[int]().union(*self.a.writers[step.number]) <= known | right | {LEAF}
-            if step.stored.record.phase == "backward" and step.number not in self._wrong and derived:
-                right.add(step.number)
-        for step in reversed(self.a.steps):
-            users = {user for user, _ in self.a.users[step.number]}
-            if step.number not in self._wrong and users & (known | right):
-                right.add(step.number)
-        doubtful = sorted((head.part & self.a.active) - right)
-        if head.cause.what or not doubtful:
+        if head.cause.what:
             return head
-        return head._replace(cause=replace(head.cause, place=place_of(self.a.steps[doubtful[0]])))
+        known, right = (self.last.joined.keys() - self._wrong) & self.a.active, set[int]()
+        for _ in range(2):  # autograd reads what leads to what B has, too
+            for step in self.a.steps[self.a.program.backward :]:
+                derived = frozenset[int]().union(*self.a.writers[step.number]) <= known | right | {LEAF}
+                if step.stored.record.phase == "backward" and step.number not in self._wrong and derived:
+                    right.add(step.number)
+            for step in reversed(self.a.steps):
+                users = {user for user, _ in self.a.users[step.number]}
+                if step.number not in self._wrong and users & (known | right):
+                    right.add(step.number)
+        doubtful = [self.a.steps[number] for number in sorted((head.part & self.a.active) - right)]
+        fits = not self.partial and any(step.stored.record.index == head.cause.place.index for step in doubtful)
+        if fits or not doubtful:
+            return head
+        return head._replace(cause=replace(head.cause, place=place_of(doubtful[0])))
 
     def answer(self, a: Run, b: Run) -> Answer:
         """What was found."""

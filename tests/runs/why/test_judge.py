@@ -545,6 +545,22 @@ def test_masks_do_not_drown_the_scores_beside_them() -> None:
     assert spread.ratio(scores + mask - 1e9 * (mask < 0), 2.0**-24) <= LIMIT
 
 
+def test_an_unknown_cause_does_not_stand_where_what_follows_is_the_same(tmp_path: Path) -> None:
+    _, two, x = layers()
+    turns = torch.outer(torch.arange(16), torch.arange(16)) % 16 * (torch.pi / 8)
+
+    def a() -> Any:
+        waves = torch.fft.fft(x)
+        return waves.abs(), two((waves * waves).real.sigmoid())
+
+    def b() -> Any:
+        one, other = x @ turns.cos(), x @ turns.sin()
+        return (one * one + other * other).sqrt(), two((one * other).erf())
+
+    (cause,) = why(tmp_path, a, b).causes
+    assert (cause.what, cause.place.op) == ("", "aten::mul")
+
+
 def test_runs_without_values_are_refused(tmp_path: Path) -> None:
     one, _, x = layers()
     with intercept(runs.RunRecorder(tmp_path / "a"), ops="all"):
