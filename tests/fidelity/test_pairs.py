@@ -39,7 +39,6 @@ WRONG: dict[str, str] = {
     "mla: the shared key does not turn": "the first operator of a region is named, not where it differs",
     "residual: rounded before the norm": "rounding of a sum is taken for that of the machine",
     "rwkv: shares exchanged": "rows of tokens and batches are taken in the order of the other program",
-    "smoothed: one is smoothed twice": "a product is taken for what is scaled behind it",
     "trained: a wrong gradient": "what follows from a gradient is accused besides it",
     "trained: another batch": "gradients of another batch are accused besides it",
 }

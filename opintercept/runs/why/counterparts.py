@@ -54,12 +54,14 @@ class Counterpart(NamedTuple):
         joint: B's values in A's layout.
         step: B's call; None if it is not known.
         by: `"operands"`, `"weight"`, `"parameter"`, `"piece"` for calls of an engine, or `"result"`.
+        others: What B has before or behind that, which may be meant instead.
     """
 
     number: int
     joint: Joint
     step: Step | None
     by: str
+    others: tuple[Counterpart, ...] = ()
 
 
 class _Piece(NamedTuple):
@@ -402,7 +404,11 @@ class Counterparts:
                 distance = apart(base, values) / square
                 counterpart = Counterpart(n, Joint(made, values, len(pieces) == 1), self.b.steps[m], "weight")
                 found.append((distance * _FARTHER ** (len(chain_a) - late), counterpart))
-        return min(found, key=lambda each: each[0], default=(0.0, None))[1]
+        if not found:
+            return None
+        nearest_first = [each for _, each in sorted(found, key=lambda each: each[0])]
+        best = nearest_first[0]
+        return best._replace(others=tuple(each for each in nearest_first[1:] if each.number == best.number))
 
     def _operand(self, sweep: Sweep, number: int, bad: set[int]) -> Counterpart | None:
         """What B multiplies by the weight of a product of A, in the place of what makes that in A."""

@@ -339,6 +339,8 @@ class Judge(Both):
                 if untrusted - self.taken:
                     self.taken |= untrusted
                     return True
+                accused = self._meant(accused, ends, bad)
+                found = accused.found
                 agrees = accused.rounds_alone()
                 if not (agrees or self._is_same(accused, ends, bad)):
                     stale -= after
@@ -359,6 +361,12 @@ class Judge(Both):
             sweep.joined[number] = found.joint
             again = True
         return again
+
+    def _meant(self, accused: Accused, ends: set[int], bad: set[int]) -> Accused:
+        """What B has there: of a product and what is scaled behind it, that with which all that follows is B's."""
+        steps, part = [self.a.steps[end] for end in sorted(ends)], [step.number for step in accused.steps]
+        found = (Accused(accused.sweep, part, each, self) for each in (accused.found, *accused.found.others))
+        return next((each for each in found if each.suffices(steps, bad)), accused) if accused.found.others else accused
 
     def _around(self, accused: Accused) -> set[int]:
         """The calls of a region, and those that make what it reads."""

@@ -561,6 +561,19 @@ def test_an_unknown_cause_does_not_stand_where_what_follows_is_the_same(tmp_path
     assert (cause.what, cause.place.op) == ("", "aten::mul")
 
 
+def test_a_product_is_not_taken_for_what_a_rewriting_scales_behind_it(tmp_path: Path) -> None:
+    one, two, x = layers()
+    gate, scale = nn.Linear(16, 16), torch.linspace(1, 4, 16)
+
+    def b() -> Any:
+        wrong = F.linear(x, one.weight * scale, one.bias)
+        return F.linear(gate(x).sigmoid() * (wrong / scale), two.weight * scale, two.bias)
+
+    found = why(tmp_path, lambda: two(gate(x).sigmoid() * one(x)), b)
+    words = "has another weight: 240 of 256 numbers differ, by up to 0.69"  # the first column is scaled by one
+    assert [(cause.place.op, cause.what) for cause in found.causes] == [("aten::addmm", words)]
+
+
 def test_runs_without_values_are_refused(tmp_path: Path) -> None:
     one, _, x = layers()
     with intercept(runs.RunRecorder(tmp_path / "a"), ops="all"):

@@ -22,6 +22,7 @@ from opintercept.runs.why.changes.edits import Edits, constant
 from opintercept.runs.why.changes.wording import biases_of
 from opintercept.runs.why.counterparts import Counterpart, nearest, weight_place
 from opintercept.runs.why.flow import LEAF, is_real
+from opintercept.runs.why.joints import Joint
 from opintercept.runs.why.noise import LIMIT, Spread, apart, ratio
 from opintercept.runs.why.quantised import eight_bits
 from opintercept.runs.why.sweep import Sweep
@@ -247,16 +248,25 @@ class Accused:
         own, other = self.end, self.found.step
         alike = self.found.by == "weight" or (other is not None and other.operator == own.operator)
         least = 1.0 if alike else _NEARER
-        steps = [step for step in self.judge.a.steps if step.number in bad and step.number >= self.end.number]
-        made = self.rerun(steps, {self.end.number: constant(self.target)}, ends)
         nearer = []
-        for number, value in made.items():
+        for made, value, joint in self._results(ends, bad):
+            sizes = [apart(each, joint.values) for each in (made.base, value)]
+            nearer.append(sizes[1] < least * sizes[0])
+        return any(nearer) or not nearer
+
+    def suffices(self, ends: Sequence[Step], bad: set[int]) -> bool:
+        """Whether A's results are B's with B's values here."""
+        results = [*self._results(ends, bad)]
+        ratios = (ratio(value, joint.values, made.rows(joint.tensor.unit)) for made, value, joint in results)
+        return bool(results) and all(each <= LIMIT for each in ratios)
+
+    def _results(self, ends: Sequence[Step], bad: set[int]) -> Iterator[tuple[Spread, torch.Tensor, Joint]]:
+        """Results of A, what they are with B's values here, and what B has for them."""
+        steps = [step for step in self.judge.a.steps if step.number in bad and step.number >= self.end.number]
+        for number, value in self.rerun(steps, {self.end.number: constant(self.target)}, ends).items():
             end = self.judge.counterparts.end(self.sweep, number)
             if end is not None and value.shape == end.joint.values.shape:
-                target, base = end.joint.values, self.sweep.made[number].base
-                sizes = [apart(each, target) for each in (base, value)]
-                nearer.append(sizes[1] < least * sizes[0])
-        return any(nearer) or not nearer
+                yield self.sweep.made[number], value, end.joint
 
 
 def _larger(target: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
