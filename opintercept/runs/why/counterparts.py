@@ -244,7 +244,7 @@ class Counterparts:
             values = self._assembled(base, number, pieces[0].step.number) if pieces else None
             made = self.joints.made_by(pieces[0].step) if pieces else None
             if values is None or made is None:
-                return None
+                return self._part_of_result(base, number)
             if self._chains(number, pieces[0].step, pieces[0])[0][0] != number:  # A adds behind it what is within B's
                 for piece in pieces:
                     for place in biases_of(piece.step):
@@ -439,6 +439,22 @@ class Counterparts:
             if best is None or far < best[0]:
                 best = far, rows
         return None if best is None or best[0] > _UNLIKE else self._filled(best[1], base, number, "result")
+
+    def _part_of_result(self, base: torch.Tensor, number: int) -> Counterpart | None:
+        """The nearest samples of B's results of the same operator, where one program computes all of them by parts."""
+        operator, shape = self.a.steps[number].operator, base.shape[1:]
+        mine = [step for end in self.a.ends if (step := self.a.steps[end]).operator == operator]
+        theirs = [step for end in self.b.ends if (step := self.b.steps[end]).operator == operator]
+        made = [tensor for tensor in map(self.joints.made_by, theirs) if tensor and tensor.region.shape[1:] == shape]
+        if self.a.users[number] or base.dim() < 2:  # what is read only chooses, and is judged by what follows
+            return None
+        if not made or len(made) < len(theirs) or sum(map(_size, mine)) != sum(map(_size, theirs)):
+            return None
+        values = torch.cat([self.joints.values(each) for each in made])
+        lengths = [region.shape[0] for step in (*mine, *theirs) if (region := step.outputs[0]) and region.shape]
+        parts = values.unfold(0, len(base), math.gcd(*lengths)).movedim(-1, 1)
+        part = min(parts, key=lambda each: apart(each, base))
+        return Counterpart(number, Joint(made[0], part, whole=False), theirs[0], "result")
 
     def _same_piece(self, sweep: Sweep, number: int) -> Counterpart | None:
         """What B makes, call by call, of rows that A has: where weights are behind handles, and keys in a cache."""

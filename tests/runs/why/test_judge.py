@@ -574,6 +574,36 @@ def test_a_product_is_not_taken_for_what_a_rewriting_scales_behind_it(tmp_path: 
     assert [(cause.place.op, cause.what) for cause in found.causes] == [("aten::addmm", words)]
 
 
+@pytest.mark.parametrize("in_parts", [0, 1])
+@pytest.mark.parametrize("sizes", [(1,) * 6, (1, 4, 1)])
+def test_small_results_of_samples_are_compared_with_those_of_the_batch(
+    in_parts: int, sizes: tuple[int, ...], tmp_path: Path
+) -> None:
+    one, two, x = layers()
+    three = nn.Linear(16, 4)
+
+    def program(side: int, half: float) -> Program:
+        parts = x.split(sizes) if side == in_parts else [x]
+        return lambda: [(two(y) + three(y)) * half for y in map(one, parts)]
+
+    found = why(tmp_path / "same", program(0, 0.5), program(1, 0.5))
+    assert (found.verdict, found.causes) == ("rounding", ())
+    found = why(tmp_path / "other", program(0, 0.5), program(1, 0.25))
+    assert found.verdict == "difference"
+
+
+def test_small_numbers_by_which_samples_are_chosen_are_no_results(tmp_path: Path) -> None:
+    one, two, x = layers()
+
+    def program(factor: float, *sizes: int) -> Program:
+        def chosen(y: Tensor) -> Any:
+            return one(y).masked_fill((two(one(y)) * factor > 0).any(-1, keepdim=True), 0.0)
+
+        return lambda: [chosen(part) for part in x.split(sizes)]
+
+    assert why(tmp_path, program(0.5, *(1,) * 6), program(0.25, 6)).causes == ()
+
+
 def test_runs_without_values_are_refused(tmp_path: Path) -> None:
     one, _, x = layers()
     with intercept(runs.RunRecorder(tmp_path / "a"), ops="all"):
