@@ -67,6 +67,8 @@ def small(kind: str) -> Any:
         return {**MODELS, **MORE_MODELS}[kind]()
     usual = transformers.AutoConfig.for_model(kind)
     sizes = {name: size for name, size in _SMALL.items() if isinstance(getattr(usual, name, None), int)}
+    if "kv_lora_rank" in sizes:  # each head has keys and values of its own
+        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
     layers = [*(getattr(usual, "layer_types", None) or ())]
     full = next((at for at, each in enumerate(layers) if "attention" in each and "linear" not in each), 0)
     if full > 1 and "num_hidden_layers" in sizes:  # a cache of states alone tells no length
