@@ -263,7 +263,8 @@ class Joints:
         if width not in self._rows:
             self._rows[width] = self._rows_of(width)
         table, x = self._rows[width], base.reshape(-1, width)
-        if table is None or not bool(x.isfinite().all()):
+        # What is too narrow for rows is no row itself: a few other numbers would be lost in it.
+        if table is None or (len(x) == 1 and width != base.shape[-1]) or not bool(x.isfinite().all()):
             return None
         narrow = spread.rows(table.unit).expand(*base.shape[:-1], 1).reshape(len(x), -1)
         noise = narrow.square().mean(1).sqrt()

@@ -112,6 +112,14 @@ def test_a_sample_of_one_row_is_found_in_a_batch(tmp_path: Path) -> None:
     assert (found.whole, torch.equal(found.values, 2 * x[3:4].double())) == (False, True)
 
 
+def test_a_row_that_is_off_is_not_lost_in_all_that_is_too_narrow(tmp_path: Path) -> None:
+    x = drawn(0, 200, 4)
+    joints = joints_of(tmp_path, lambda: x * 2)
+    base = 2 * x.double()
+    base[100] += 8 * UNIT * base.abs().max()
+    assert joints.find(Spread(base, (), UNIT)) is None
+
+
 @pytest.mark.parametrize("shape", [(), (3,), (4, 5), (1, 1 << 21), ((1 << 21) + 3, 1)])
 def test_the_ratio_of_large_tensors_is_that_of_their_rows(shape: tuple[int, ...]) -> None:
     base = torch.linspace(1, 2, math.prod(shape), dtype=torch.float64).reshape(shape)
