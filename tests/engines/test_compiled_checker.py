@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -252,6 +253,26 @@ def test_it_runs_beside_other_hooks_and_in_several_threads() -> None:
     with intercept(every, engine="compiled", threads="all"):
         run_threads(*[body] * 4)
     assert (checksum.checked, checksum.rows, len(recorder.records)) == (800, 800 * 32, 800)
+
+
+def test_a_call_for_which_there_is_no_room_is_counted() -> None:
+    a = torch.randn(32, 32)
+    checksum, recorder = hooks.Checksum(), hooks.Recorder()
+    interceptor = intercept([checksum, recorder], engine="compiled", threads="all")
+
+    def body() -> None:
+        for _ in range(2050):  # two more than there is room for
+            torch.mm(a, a)
+
+    with interceptor:
+        torch.mm(a, a)
+        queue = interceptor.watcher.pipeline.queue
+        assert queue is not None
+        with queue._lock:
+            queue._notifier = threading.get_ident()  # as if this thread was notifying: the others leave their calls
+            run_threads(body)
+            queue._notifier = None
+    assert (checksum.checked, checksum.rows, len(recorder.records)) == (2051, 2051 * 32, 2051)
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")

@@ -852,6 +852,7 @@ bool put_row(NotedCall& call, Part& part, std::string& key) {
     if (PyObject* row = part.ring->as_python(part.known, key, part.row, part.values); row != nullptr) {
       part.row.timing = {};
       THPObjectPtr owned(row);
+      call.count(part);
       Hidden hooks(call.entry.hidden, call.entry.hidden_scope, call.scope);
       THPObjectPtr(check(PyObject_CallMethodObjArgs(pipeline_of(part.ring), deliver_name, row, nullptr)));
       return true;
