@@ -89,23 +89,6 @@ const at::Tensor* tensor_of(const c10::IValue& value) {
   return value.isTensor() && value.toTensor().defined() ? &value.toTensor() : nullptr;
 }
 
-bool is_trained(const at::Tensor& tensor) { // or a view of what is
-  at::Tensor base = tensor.is_view() ? at::Tensor(tensor._base()) : tensor;
-  return base.requires_grad() && base.is_leaf();
-}
-
-const c10::VariableVersion& counter_of(const at::Tensor& tensor) {
-  return tensor.unsafeGetTensorImpl()->version_counter();
-}
-
-// Which counter this is: torch has no function for that, but a pointer to the counter is all that is in it.
-const void* identity_of(const c10::VariableVersion& counter) {
-  static_assert(sizeof counter == sizeof(void*));
-  const void* found;
-  std::memcpy(&found, &counter, sizeof found);
-  return found;
-}
-
 // The norms of [batch, rows, groups] over rows, [batch, groups].
 template <typename T>
 std::vector<double> norms_over_rows(const T* values, int64_t batch, int64_t rows, int64_t groups) {
@@ -132,15 +115,6 @@ void look_at_precision(std::string& key) {
 
 Limits::~Limits() {
   give_up({kind});
-}
-
-size_t Checker::ByKey::operator()(const Key& key) const {
-  return std::hash<const void*>()(key.data) * 31 + std::hash<const void*>()(key.counter);
-}
-
-Checker::Key Checker::key_of(const at::Tensor& rhs, const Matrices& matrices, bool is_wide) {
-  std::array<int64_t, 4> shape{matrices.rows, matrices.columns, matrices.of_row, matrices.of_column};
-  return {identity_of(counter_of(rhs)), matrices.data, shape, matrices.dtype, is_wide};
 }
 
 Form* Checker::form(const Overload& overload) {
@@ -295,7 +269,7 @@ bool Checker::finish(Checked& expected, const c10::IValue* arguments, const at::
     expected.limits = made;
     decltype(limits_by_look) old; // freed without the mutex, since that may run Python code
     std::lock_guard lock(mutex);
-    if (limits_by_look.size() >= REMEMBERED) {
+    if (limits_by_look.size() >= MOST_LOOKS) {
       limits_by_look.swap(old);
     }
     limits_by_look.emplace(key, made);
@@ -317,27 +291,10 @@ bool Checker::compute(
     return false;
   }
   // What is remembered of the weight.
-  bool keep = false;
-  Key key;
-  if (right.dim() == 2 && counter_of(right).enabled()) { // which those of inference mode are not
-    key = key_of(right, rhs, found.wide);
-    const c10::VariableVersion& counter = counter_of(right);
-    Kept now{right.storage().getWeakStorageImpl(), counter, counter.current_version(), {}};
-    keep = is_trained(right); // others when they are seen a second time
-    std::lock_guard lock(mutex);
-    if (weights.size() >= REMEMBERED) {
-      std::erase_if(weights, [](const auto& each) { return each.second.memory.expired(); });
-      if (weights.size() >= REMEMBERED) {
-        weights.clear();
-      }
-    }
-    auto [kept, fresh] = weights.try_emplace(key, now);
-    if (!fresh && kept->second.version == now.version && kept->second.memory == now.memory) {
-      keep = true;
-      found.weight = kept->second.weight;
-    } else if (!fresh) {
-      kept->second = now;
-    }
+  bool keeps = false;
+  const auto key = Weights<Weighed>::key_of(right, found.wide);
+  if (key) {
+    found.weight = weights.find(*key, right, keeps);
   }
   int64_t groups = found.groups, width = (found.columns + groups - 1) / groups;
   found.weight.remembered = found.weight.inner.defined();
@@ -378,12 +335,8 @@ bool Checker::compute(
     for (double& each : scale) {
       each *= std::isfinite(ratio) ? std::max(ratio, least) : least;
     }
-    if (keep) {
-      std::lock_guard lock(mutex);
-      auto kept = weights.find(key);
-      if (kept != weights.end()) {
-        kept->second.weight = found.weight;
-      }
+    if (keeps) {
+      weights.keep(*key, found.weight);
     }
   }
   found.size.resize(count);
@@ -497,10 +450,8 @@ void Checker::count(const Checked& expected) {
 }
 
 void Checker::forget(const at::Tensor& rhs, bool is_wide) {
-  Matrices matrices;
-  if (rhs.dim() == 2 && counter_of(rhs).enabled() && matrices.describe(rhs)) {
-    std::lock_guard lock(mutex);
-    weights.erase(key_of(rhs, matrices, is_wide));
+  if (const auto key = Weights<Weighed>::key_of(rhs, is_wide)) {
+    weights.forget(*key);
   }
 }
 
@@ -528,7 +479,7 @@ void Checker::clear() {
 void Checker::forget_parent() { // another thread of the parent may have been changing these
   new (&mutex) std::mutex;
   new (&forms) decltype(forms);
-  new (&weights) decltype(weights);
+  weights.forget_parent();
   new (&limits_by_look) decltype(limits_by_look);
   weights_on_devices->forget_parent();
   for (auto& each : signs_by_columns) {

@@ -7,8 +7,6 @@
 #include "kernels.h"
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/StorageImpl.h>
-#include <c10/core/TensorImpl.h>
 
 #include <array>
 #include <atomic>
@@ -89,28 +87,8 @@ class Checker {
   ~Checker();
 
  private:
-  static constexpr size_t REMEMBERED = 1024; // weights
+  static constexpr size_t MOST_LOOKS = 1024;
 
-  struct Key {
-    const void *counter, *data; // the first of the weight's versions, which its views share
-    std::array<int64_t, 4> shape;
-    c10::ScalarType dtype;
-    bool wide;
-    bool operator==(const Key&) const = default;
-  };
-  struct ByKey {
-    size_t operator()(const Key& key) const;
-  };
-  struct Kept {
-    // What keeps the addresses of the key from others. A weak reference to the tensor would do so too, but
-    // `torch.utils.swap_tensors` refuses a tensor that has one.
-    c10::weak_intrusive_ptr<c10::StorageImpl> memory;
-    c10::VariableVersion counter;
-    uint32_t version;
-    Weighed weight; // empty until it is worth remembering, since most operands are seen only once
-  };
-
-  static Key key_of(const at::Tensor& rhs, const Matrices& matrices, bool is_wide);
   Form* form(const Overload& overload);
   const void* signs(int64_t columns, bool is_wide); // null if there are none to be had
   template <typename W>
@@ -128,9 +106,9 @@ class Checker {
   std::unordered_map<const Overload*, Form*> forms; // null for those that Python checks
   std::atomic<Form*> newest{nullptr}; // owns all, so that they can be read without the mutex, and in a forked child
   std::unordered_map<int64_t, at::Tensor> signs_by_columns[2]; // of float and double
-  std::unordered_map<Key, Kept, ByKey> weights;
   std::unordered_map<std::string, LimitsPtr> limits_by_look;
-  std::shared_ptr<device::Weights> weights_on_devices = std::make_shared<device::Weights>();
+  Weights<Weighed> weights; // keys say whether they are wide
+  std::shared_ptr<device::WeightsOnDevices> weights_on_devices = std::make_shared<device::WeightsOnDevices>();
 };
 
 // Adds torch's settings for the precision of products.

@@ -50,19 +50,6 @@ class Layout {
   std::vector<std::pair<void**, size_t>> places;
 };
 
-// Which counter this is: torch has no function for that, but a pointer to the counter is all that is in it.
-const void* identity_of(const c10::VariableVersion& counter) {
-  static_assert(sizeof counter == sizeof(void*));
-  const void* found;
-  std::memcpy(&found, &counter, sizeof found);
-  return found;
-}
-
-bool is_trained(const at::Tensor& tensor) { // or a view of what is
-  at::Tensor base = tensor.is_view() ? at::Tensor(tensor._base()) : tensor;
-  return base.requires_grad() && base.is_leaf();
-}
-
 // The last dimensions of a tensor as those of matrices, which may be broadcast to these sizes.
 bool view(const at::Tensor& tensor, Word batch, Word rows, Word columns, View& found) {
   found.data = address_of(tensor);
@@ -101,47 +88,7 @@ bool view(const at::Tensor* tensor, Word count, const float*& data, long long& s
 
 } // namespace
 
-WeightPtr Weights::find(const Key& key, const at::Tensor& weight, bool& keeps) {
-  const c10::VariableVersion& counter = weight.unsafeGetTensorImpl()->version_counter();
-  Kept now{weight.storage().getWeakStorageImpl(), counter, counter.current_version(), nullptr};
-  keeps = is_trained(weight); // others when they are seen a second time
-  std::lock_guard lock(mutex);
-  if (kept.size() >= REMEMBERED) {
-    std::erase_if(kept, [](const auto& each) { return each.second.memory.expired(); });
-    if (kept.size() >= REMEMBERED) {
-      kept.clear();
-    }
-  }
-  auto [found, fresh] = kept.try_emplace(key, now);
-  if (fresh) {
-    return nullptr;
-  }
-  if (found->second.version == now.version && found->second.memory == now.memory) {
-    keeps = true;
-    return found->second.weight;
-  }
-  found->second = std::move(now);
-  return nullptr;
-}
-
-void Weights::keep(const Key& key, WeightPtr weight) {
-  std::lock_guard lock(mutex);
-  if (auto found = kept.find(key); found != kept.end()) {
-    found->second.weight = std::move(weight);
-  }
-}
-
-void Weights::forget(const Key& key) {
-  std::lock_guard lock(mutex);
-  kept.erase(key);
-}
-
-void Weights::forget_parent() { // another thread of the parent may have been changing these
-  new (&mutex) std::mutex;
-  new (&kept) decltype(kept);
-}
-
-std::unique_ptr<Product> Product::begin(const Operands& operands, const std::shared_ptr<Weights>& weights) {
+std::unique_ptr<Product> Product::begin(const Operands& operands, const std::shared_ptr<WeightsOnDevices>& weights) {
   const at::Tensor &lhs = *operands.lhs, &rhs = *operands.rhs;
   auto found = std::make_unique<Product>();
   Check& check = found->check;
@@ -193,19 +140,13 @@ std::unique_ptr<Product> Product::begin(const Operands& operands, const std::sha
       static_cast<double>(check.depth + 2);
 
   const size_t bytes = wide ? sizeof(double) : sizeof(float);
-  const bool lasts = weights != nullptr && operands.columns == nullptr && rhs.dim() == 2 &&
-      rhs.unsafeGetTensorImpl()->version_counter().enabled(); // which those of inference mode are not
   bool keeps = false;
-  if (lasts) {
+  if (weights != nullptr && operands.columns == nullptr) {
     found->weights = weights;
-    found->key = {
-        found->stream.id,
-        rhs.device(),
-        identity_of(rhs.unsafeGetTensorImpl()->version_counter()),
-        check.rhs.data,
-        {rhs.size(0), rhs.size(1), rhs.stride(0), rhs.stride(1)},
-        check.rhs.kind};
-    found->weight = weights->find(found->key, rhs, keeps);
+    found->key = WeightsOnDevices::key_of(rhs, found->stream.id);
+  }
+  if (found->key) {
+    found->weight = weights->find(*found->key, rhs, keeps);
   }
   check.is_fresh = found->weight == nullptr;
   if (check.is_fresh) {
@@ -235,7 +176,7 @@ std::unique_ptr<Product> Product::begin(const Operands& operands, const std::sha
     return nullptr;
   }
   if (check.is_fresh && keeps) {
-    weights->keep(found->key, found->weight);
+    weights->keep(*found->key, found->weight);
   }
   return found;
 }
@@ -294,8 +235,8 @@ bool Product::read_terms(void* to) const {
 }
 
 void Product::forget() const {
-  if (weights != nullptr) {
-    weights->forget(key);
+  if (key) {
+    weights->forget(*key);
   }
 }
 
@@ -316,7 +257,7 @@ struct Held {
 };
 
 struct Memory {
-  std::shared_ptr<device::Weights> weights = std::make_shared<device::Weights>();
+  std::shared_ptr<device::WeightsOnDevices> weights = std::make_shared<device::WeightsOnDevices>();
 };
 
 // finish(output, deviation, limit, fields) -> whether the output is being checked
@@ -425,7 +366,7 @@ PyObject* check_on_device(PyObject*, PyObject* args) {
         Py_RETURN_NONE;
       }
     }
-    std::shared_ptr<device::Weights> weights;
+    std::shared_ptr<device::WeightsOnDevices> weights;
     if (memory != Py_None) {
       weights = Wrapped<Memory>::of(memory)->weights;
     }

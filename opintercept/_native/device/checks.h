@@ -4,17 +4,16 @@
 
 #include <Python.h>
 
+#include "../weights.h"
 #include "checksum.h"
 #include "driver.h"
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Allocator.h>
 
-#include <array>
 #include <cstdint>
 #include <memory>
-#include <mutex>
-#include <unordered_map>
+#include <optional>
 #include <vector>
 
 namespace opintercept::device {
@@ -27,41 +26,8 @@ struct Weight {
 };
 using WeightPtr = std::shared_ptr<const Weight>;
 
-// What is remembered of weights, by the stream that has computed it, until torch writes to them.
-class Weights {
- public:
-  struct Key {
-    uint64_t stream;
-    c10::Device device;
-    const void *counter, *data; // the first of the weight's versions, which its views share
-    std::array<int64_t, 4> shape;
-    int kind;
-    bool operator==(const Key&) const = default;
-  };
-
-  // Null if nothing is. Then `keeps` says whether it is worth remembering, since most operands are seen only once.
-  WeightPtr find(const Key& key, const at::Tensor& weight, bool& keeps);
-  void keep(const Key& key, WeightPtr weight);
-  void forget(const Key& key);
-  void forget_parent(); // in a forked child
-
- private:
-  static constexpr size_t REMEMBERED = 1024;
-
-  struct ByKey {
-    size_t operator()(const Key& key) const {
-      return std::hash<const void*>()(key.data) * 31 + std::hash<const void*>()(key.counter);
-    }
-  };
-  struct Kept {
-    c10::weak_intrusive_ptr<c10::StorageImpl> memory; // what keeps the addresses of the key from others
-    c10::VariableVersion counter;
-    uint32_t version;
-    WeightPtr weight;
-  };
-  std::mutex mutex;
-  std::unordered_map<Key, Kept, ByKey> kept;
-};
+// Keys are of the stream that has computed it.
+using WeightsOnDevices = Weights<WeightPtr>;
 
 // What a check is made of: lhs and rhs, and what else `checksum.products.Product` has, or null.
 struct Operands {
@@ -72,7 +38,7 @@ struct Operands {
 class Product {
  public:
   // Before the operator runs. Null if the kernel cannot check it now. `weights` may be null.
-  static std::unique_ptr<Product> begin(const Operands& operands, const std::shared_ptr<Weights>& weights);
+  static std::unique_ptr<Product> begin(const Operands& operands, const std::shared_ptr<WeightsOnDevices>& weights);
   // After it has run: whether the output is being checked. `fields` is what is wanted of a row that is suspect.
   bool finish(const at::Tensor& output, double deviation, double limit, int fields);
 
@@ -112,8 +78,8 @@ class Product {
   bool wide = false;
   WeightPtr weight;
   c10::DataPtr scratch, terms;
-  std::shared_ptr<Weights> weights;
-  Weights::Key key{0, c10::DeviceType::CPU, nullptr, nullptr, {}, 0};
+  std::shared_ptr<WeightsOnDevices> weights;
+  std::optional<WeightsOnDevices::Key> key; // if what is computed of rhs may be remembered
   Pending pending;
   Verdict verdict{};
   bool has_failed = false;
