@@ -23,7 +23,7 @@ from nets import IN_PAIR, Discriminator, Generator, record
 from torch import Tensor, nn
 
 from opintercept import hooks, intercept
-from opintercept._origin.origin import _Stack
+from opintercept._origin.graph_places import GraphPlaces
 
 pytestmark = pytest.mark.slow
 
@@ -350,14 +350,14 @@ current = nn.Module()  # of the test below
 def test_a_compiled_function_that_gets_another_module_names_it(held: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), torch.randn(4, 16)
     asked = 0
-    ask = _Stack._in_graph
+    ask = GraphPlaces.find
 
     def counted(*args: Any) -> Any:
         nonlocal asked
         asked += 1
         return ask(*args)
 
-    monkeypatch.setattr(_Stack, "_in_graph", counted)
+    monkeypatch.setattr(GraphPlaces, "find", counted)
     closed = other = model[0]
     around = Held(model[0])
     bodies = {
