@@ -68,6 +68,7 @@ class Work(NamedTuple):
         later: Whether it need not: calls on a device go to the hook's `arrived` once the device has read their tensors,
             those whose outputs are not finite, as triples of a note, a `CallRanges` and what `learn` has returned.
             Where that was None, `finite` waits. `begin_backward` is called with the number of each backward pass.
+        infs_later: Whether `later` holds for forward calls on the host, too, whose outputs have an Inf and no NaN.
         settings: Whether `learn` depends on torch's settings for the precision of products.
         times: Whether calls on a device are timed there, as `timed` of the note says.
         writes: Where to write a record of each call. Then `learn` returns the number of the call's signature there.
@@ -84,6 +85,7 @@ class Work(NamedTuple):
     finite: bool = False
     waits: bool = True
     later: bool = False
+    infs_later: bool = False
     settings: bool = False
     times: bool = False
     writes: RecordWriter | None = None

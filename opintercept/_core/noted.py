@@ -211,7 +211,7 @@ def _is_in_kernel(hook: Any) -> bool:
 
 def _together(works: Iterable[Work | None]) -> Work | None:
     """What to do for several hooks; None if one of them has to see each call, or two of them want different things."""
-    found = Work(rows=False, keeps=True)
+    found = Work(rows=False, later=True, infs_later=True, keeps=True)
     for work in works:
         if work is None or (None not in (found.target, work.target) and found.target != work.target):
             return None
@@ -224,7 +224,8 @@ def _together(works: Iterable[Work | None]) -> Work | None:
             found.target or work.target,
             found.finite or work.finite,
             found.waits and work.waits,
-            (found.later and (work.later or not work.finite)) or (work.later and not found.finite),
+            found.later and (work.later or not work.finite),
+            found.infs_later and (work.infs_later or not work.finite),
             found.settings or work.settings,
             found.times or work.times,
             found.writes or work.writes,

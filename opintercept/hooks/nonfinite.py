@@ -398,7 +398,7 @@ class NonFinite(Copyable, Shown):
         if self._save is not None:
             return None
         later = self._check_every is None and self._action != "breakpoint"
-        return Work(rows=False, finite=True, waits=not self._puts_off, later=later)
+        return Work(rows=False, finite=True, waits=not self._puts_off, later=later, infs_later=later and not self._inf)
 
     def learn(self, call: OpCall) -> _Parts | None:
         """Which tensors to judge; None for a call that `post` has to judge."""

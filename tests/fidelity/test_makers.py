@@ -129,7 +129,8 @@ def a_step(make: Callable[[], Tensor], where: str) -> None:
 def test_the_maker_alone_is_named(name: str, where: str, options: dict[str, Any]) -> None:
     op, make = MAKERS[name]
     nonfinite = hooks.NonFinite(action="record")
-    with torch.no_grad(), intercept(nonfinite, ops="all", **options), torch.enable_grad():
+    natively = options.get("engine") == "compiled"  # as where a program runs with compiled kernels
+    with reading(natively), torch.no_grad(), intercept(nonfinite, ops="all", **options), torch.enable_grad():
         a_step(lambda: make().float(), where)
     (finding,) = nonfinite.findings
     record = finding.record

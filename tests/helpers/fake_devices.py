@@ -23,6 +23,7 @@ from opintercept.hooks import stats
 
 def fresh() -> Any:
     """A copy of the library in C++ that has no driver yet."""
+    native.library()  # first: when it is loaded, its copies lose their drivers
     folder = tempfile.mkdtemp()
     copy = Path(folder, "copy.so")
     try:

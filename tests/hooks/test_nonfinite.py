@@ -14,9 +14,10 @@ import minilm
 import numpy as np
 import pytest
 import torch
-from compiler import BELOW, LEVELS
+from compiler import BELOW, ENGINES, LEVELS
 from hypothesis import given
 from hypothesis import strategies as st
+from native import reading
 from processes import run_python
 from torch import Tensor, nn
 
@@ -223,6 +224,31 @@ def test_a_mask_of_minus_inf_is_no_finding() -> None:
     with intercept(nonfinite):
         torch.baddbmm(mask.expand(2, 4, 4), q, q.mT).softmax(-1) @ q
     assert nonfinite.findings == []
+
+
+@pytest.mark.parametrize("engine", ENGINES[2:])
+def test_kernels_show_no_inf_of_the_host_and_judge_it_before_a_nan(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown, size = Mock(wraps=hooks.NonFinite.post), float(torch.tensor(1e38))
+    monkeypatch.setattr(hooks.NonFinite, "post", lambda self, call: shown(self, call))
+    nonfinite = hooks.NonFinite(action="record")
+    x, diagonal = torch.full((2, 2), size), torch.eye(2).bool()
+    with reading(True), intercept(nonfinite, ops="all", engine=engine):
+        for _ in range(40):
+            x.masked_fill(diagonal, -INF)
+            x * 4
+        assert nonfinite._infs._made  # not all wait until the block ends
+        large = x * 4
+        x.mul_(4)
+        assert not shown.called
+        _ = x - large
+    (finding,) = nonfinite.findings
+    assert finding.record.op == "aten::mul_"
+    assert finding.seen_at is not None
+    assert finding.seen_at.op == "aten::sub"
+    assert finding.operands["self"] == (size, size)  # as it was before
+    assert shown.call_count == 1
 
 
 def test_an_overwritten_operand_is_judged_by_its_old_values() -> None:

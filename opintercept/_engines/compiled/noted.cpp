@@ -195,6 +195,8 @@ struct NotedCall {
   std::vector<std::pair<at::Tensor, Ends>> before; // the range of what the call overwrites
   Ranges ranges{}; // of what it overwrites, while a device reads them; if they are judged later, of all that it reads
   bool later = false; // whether hooks look for values that are not finite, and are told once a device has read them
+  bool infs_later = false; // whether they may be told later, too, that the host has made an Inf
+  bool on_host = false; // whether it has, so that no device has to read anything
   std::pair<int64_t, std::string> node{-1, {}}; // what autograd runs, if so
   std::optional<c10::Device> timed; // where the call runs, if a device times it
 
@@ -631,18 +633,25 @@ struct NotedCall {
   // Keeps the ranges of what the call overwrites for hooks. Returns whether they are finite.
   bool settle_before() {
     bool finite = ranges.settle();
+    each_overwritten([&](const at::Tensor& tensor, const Range& range) {
+      before.emplace_back(tensor, range.ends);
+      finite = finite && range.ends.are_finite();
+    });
+    ranges = {};
+    return finite;
+  }
+
+  template <typename Use>
+  void each_overwritten(const Use& use) {
     size_t number = 0;
     for (size_t i = 0; i < overload.count; i++) {
       each_real(values[i], [&](const at::Tensor& tensor) {
-        const Range& range = ranges.all()[number++];
+        Range& range = ranges.all()[number++];
         if (range.is_read && holds(entry.overwritten, i)) {
-          before.emplace_back(tensor, range.ends);
-          finite = finite && range.ends.are_finite();
+          use(tensor, range);
         }
       });
     }
-    ranges = {};
-    return finite;
   }
 
   // The same of the outputs, once the operator has run.
@@ -652,7 +661,7 @@ struct NotedCall {
     }
     const Results results = results_of(outputs, count);
     if (later) {
-      const bool is_judged = writes() || !(results.empty() || is_view(*results[0].first));
+      const bool is_judged = judges(results);
       if (is_judged && (writes() || take_arguments(results.size())) && take(ranges, results) && ranges.start()) {
         return true;
       }
@@ -666,7 +675,10 @@ struct NotedCall {
     }
     ranges = {};
     Ranges now;
-    return take(now, results) && now.start() && now.settle() && now.are_finite();
+    if (!take(now, results) || !now.start() || !now.settle()) {
+      return false;
+    }
+    return now.are_finite() || (infs_later && !now.have_nan() && judges(results) && put_off(results));
   }
 
   using Results = c10::SmallVector<std::pair<const at::Tensor*, int>, 4>; // with the argument that each is, or -1
@@ -693,6 +705,22 @@ struct NotedCall {
       });
     }
     return found;
+  }
+
+  // Whether the call makes values. Its schema does not always say that it returns memory that it was given.
+  bool judges(const Results& results) const {
+    return writes() || !(results.empty() || is_view(*results[0].first));
+  }
+
+  // Reads what hooks are told later of a call that has run on the host. False if it cannot.
+  bool put_off(const Results& results) {
+    later = true; // from here on, for what is taken
+    later = on_host = take_arguments(results.size()) && take(ranges, results);
+    if (later) {
+      auto known = before.begin();
+      each_overwritten([&](const at::Tensor&, Range& range) { range.ends = (known++)->second; });
+    }
+    return later;
   }
 
   bool take(Ranges& into, const Results& results) const {
@@ -883,7 +911,7 @@ void tell(
   }
   if (!noted || !(later ? judged : finite)) {
     Locked locked;
-    if (noted && later) { // hooks have to see such calls themselves
+    if (noted && later && !call.on_host) { // hooks have to see such calls themselves
       call.ranges = unjudged->ranges.shared();
       call.settle_before();
     }
@@ -896,7 +924,7 @@ void tell(
       part.ring->put(key, *unjudged, look.get());
     }
   }
-  if ((later || checks) && part.ring->has_odd(false)) {
+  if ((checks || (later && (!call.on_host || part.ring->is_crowded()))) && part.ring->has_odd(false)) {
     Locked locked;
     THPObjectPtr(flush(call, part, Py_True));
   }
@@ -922,7 +950,7 @@ bool opintercept::ran_noted(
     return false; // may be a forward call, or be recorded as one
   }
   bool links = false, on_host = false, reads = false, settings = false, times = false, finite = false;
-  bool at_once = false;
+  bool at_once = false, infs_later = true;
   for (Ring* ring : entry->rings) {
     GenerationPtr known = ring->current();
     if (known == nullptr) {
@@ -937,6 +965,7 @@ bool opintercept::ran_noted(
     times = times || plan.times;
     finite = finite || plan.finite;
     at_once = at_once || (plan.finite && !plan.later);
+    infs_later = infs_later && (plan.infs_later || !plan.finite);
     Part& part = call.parts.emplace_back(); // in place, since the room for values is large
     part.ring = ring;
     part.noted = noted;
@@ -951,6 +980,7 @@ bool opintercept::ran_noted(
       each_real(call.values[i], [&](const at::Tensor& tensor) { (tensor.is_cpu() ? here : there) = true; });
     }
     call.later = there || !here;
+    call.infs_later = infs_later && !call.backward; // whose node and losses may be gone
   }
   bool describes = false, fractions = entry->in_table;
   const at::Tensor* lhs = call.operand(0);
@@ -966,6 +996,20 @@ bool opintercept::ran_noted(
   }
   Key key;
   key.text.append(reinterpret_cast<const char*>(&overload.number), sizeof overload.number);
+  size_t described = key.text.size();
+  auto describe = [&] {
+    for (size_t i = 0; i < count; i++) {
+      if (!look_at(key.text, call.values[i], fractions)) {
+        return false;
+      }
+    }
+    key.text.push_back(is_cast(call.operand(0)) ? 'c' : '-');
+    if (settings) {
+      look_at_precision(key.text); // of which `hooks.profile` tells
+    }
+    described = key.text.size();
+    return true;
+  };
   for (size_t i = 0; i < count; i++) {
     const c10::IValue& value = call.values[i];
     if ((on_host || reads || times) && value.isTensor() && value.toTensor().defined() && !value.toTensor().is_cpu()) {
@@ -978,17 +1022,10 @@ bool opintercept::ran_noted(
       }
       reads = times = false; // one device is enough to ask
     }
-    if (describes && !look_at(key.text, value, fractions)) {
-      return false;
-    }
   }
-  if (describes) {
-    key.text.push_back(is_cast(call.operand(0)) ? 'c' : '-');
-    if (settings) {
-      look_at_precision(key.text); // of which `hooks.profile` tells
-    }
+  if (describes && !describe()) {
+    return false;
   }
-  size_t described = key.text.size();
   for (Part& part : call.parts) {
     part.row.backward = call.backward;
     part.row.forward = part.row.grad_of = -1;
@@ -1085,7 +1122,13 @@ bool opintercept::ran_noted(
     }
   }
   call.values = call.given.data();
-  const bool known = !finite || call.look_after(stack->data() + stack->size() - returns, returns);
+  bool known = !finite || call.look_after(stack->data() + stack->size() - returns, returns);
+  if (call.on_host) {
+    known = call.later = describes || describe();
+    for (Part& part : call.parts) {
+      part.rows = part.rows || (known && part.plan().finite);
+    }
+  }
   for (size_t i = 0; i < call.parts.size(); i++) {
     Part& part = call.parts[i];
     const bool is_last = i + 1 == call.parts.size();

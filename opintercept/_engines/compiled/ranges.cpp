@@ -111,4 +111,10 @@ bool Ranges::are_finite() const {
   });
 }
 
+bool Ranges::have_nan() const {
+  return std::any_of(ranges.begin() + static_cast<std::ptrdiff_t>(arguments), ranges.end(), [](const Range& each) {
+    return each.is_read && std::isnan(each.ends.low);
+  });
+}
+
 } // namespace opintercept

@@ -48,8 +48,12 @@ class Ranges {
   bool has_arrived() const;
   bool settle(); // waits for the device; false if it has failed
   bool are_finite() const; // but for the arguments; once they are settled
+  bool have_nan() const; // likewise
   Range& last() {
     return ranges.back();
+  }
+  std::vector<Range>& all() {
+    return ranges;
   }
   const std::vector<Range>& all() const {
     return ranges;

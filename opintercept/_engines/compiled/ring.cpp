@@ -325,6 +325,11 @@ bool Ring::has_odd(bool any) {
   return any && !unjudged.empty();
 }
 
+bool Ring::is_crowded() {
+  std::lock_guard lock(mutex);
+  return unjudged.size() >= MOST_UNJUDGED;
+}
+
 void Ring::suspend() {
   std::lock_guard lock(mutex);
   suspended = true;
@@ -874,6 +879,7 @@ PyObject* set_plan(PyObject* self, PyObject* wanted) {
     plan->finite = holds(work, "finite");
     plan->waits = holds(work, "waits");
     plan->later = holds(work, "later");
+    plan->infs_later = holds(work, "infs_later");
     plan->settings = holds(work, "settings");
     plan->times = holds(work, "times");
     plan->hashed = holds(work, "hashed");

@@ -30,7 +30,8 @@ void give_up(std::vector<PyObject*> objects);
 
 // What the hooks of a ring want of each call, see `_core.in_kernel.Plan`.
 struct Plan {
-  bool rows = false, finite = false, waits = false, later = false, places = false, links = false, settings = false;
+  bool rows = false, finite = false, waits = false, later = false, infs_later = false, places = false, links = false;
+  bool settings = false;
   bool times = false; // whether calls on devices are timed there
   bool hashed = false, has_target = false;
   std::array<bool, ROLES> reads{};
@@ -161,6 +162,7 @@ class Ring {
   // Forgets calls that turn out to be finite, or right. Returns whether there is one next that is not; with `any`,
   // whether there are any left.
   bool has_odd(bool any);
+  bool is_crowded(); // whether so many are left that hooks should be told of them
   // With the interpreter's lock: the oldest such call in Python's terms; None if there is none, or if this would have to
   // wait for a device.
   PyObject* take_odd(bool waits);
@@ -190,6 +192,7 @@ class Ring {
   uint32_t number_in(const Generation& known, Map Generation::* numbers, const Key& key);
 
   static constexpr size_t CAPACITY = 2048, MOST = 4096, MOST_BYTES = 1 << 23; // rows, and things that they refer to
+  static constexpr size_t MOST_UNJUDGED = 64; // of the host, whose numbers of storages wait to be used again
 
   template <typename Map, typename Key>
   uint32_t remember(
