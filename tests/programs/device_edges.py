@@ -1,4 +1,7 @@
-"""What is particular about a GPU, tried on a stand-in: `python device_edges.py CASE` prints as JSON what happens."""
+"""What is particular about a GPU, tried on a stand-in: `python device_edges.py CASE...` prints as JSON what happens.
+
+A case is tried in a child of this process. `CASE+late` does so with late copies, and `CASE+driver` in launches.
+"""
 
 from __future__ import annotations
 
@@ -425,11 +428,17 @@ CASES: dict[str, Callable[[], Any]] = {
     "captured": captured,
 }
 
+
+def tried(case: str) -> Any:
+    """What happens in a case, given with its settings."""
+    name, *how = case.split("+")
+    if "late" in how:
+        toy_device.take_for_cuda()
+    if "driver" in how:
+        toy_device.use_driver()
+    return CASES[name]()
+
+
 if __name__ == "__main__":
     faulthandler.enable()
-    if "--late" in sys.argv:
-        toy_device.take_for_cuda()
-    if "--driver" in sys.argv:
-        toy_device.use_driver()
-    print(json.dumps(CASES[sys.argv[1]]()))
-    toy_device.leave()
+    print(json.dumps({case: toy_device.told_by_a_child(partial(tried, case)) for case in sys.argv[1:]}))

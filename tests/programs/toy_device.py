@@ -161,8 +161,8 @@ def leave() -> None:
     os._exit(0)
 
 
-def in_a_child(find: Callable[[], list[str]]) -> list[str]:
-    """What a function finds in a child of this process, in which autograd has not run yet."""
+def told_by_a_child(find: Callable[[], Any]) -> Any:
+    """What a function returns in a child of this process, in which autograd has not run yet."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -170,13 +170,20 @@ def in_a_child(find: Callable[[], list[str]]) -> list[str]:
             found = find()
         except BaseException:
             found = [traceback.format_exc()]
-        os.write(write, json.dumps([line[:500] for line in found[:20]]).encode())
+        with os.fdopen(write, "w") as pipe:
+            json.dump(found, pipe)
         os._exit(0)
     os.close(write)
     with os.fdopen(read, "rb") as pipe:
         answer = pipe.read()
     os.waitpid(child, 0)
     return json.loads(answer) if answer else ["it crashed"]
+
+
+def in_a_child(find: Callable[[], list[str]]) -> list[str]:
+    """The first lines that a function returns in such a child."""
+    found: list[str] = told_by_a_child(lambda: [line[:500] for line in find()[:20]])
+    return found
 
 
 def build_device() -> Path:
