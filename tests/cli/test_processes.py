@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import sampled
-from processes import Program
+from processes import Program, run_python
 
 from opintercept import runs
 from opintercept.cli.run.family import VARIABLE, can_follow
@@ -131,13 +131,14 @@ IN_PARENT = [
     pytest.param(how, torch, id=f"{how}-{'torch in the parent' if torch else 'none'}")
     for how in WAYS
     for torch in (True, False)
-    if not sampled.on or how.endswith("fork") or torch == (how == "forkserver")
+    if not sampled.on or torch or how.endswith("fork")
 ]
 
 
 @pytest.mark.parametrize(("how", "torch"), IN_PARENT)
 def test_children_and_theirs_are_recorded_however_they_start(how: str, torch: bool, tmp_path: Path) -> None:
-    err = run(tmp_path, NESTED.replace("HOW", repr(how)).replace("TORCH", str(torch)))
+    program = NESTED.replace("HOW", repr(how)).replace("TORCH", str(torch))
+    err = (run_quick if torch else run)(tmp_path, program)
     assert sorted(counted(tmp_path).values()) == [3, 3]
     assert recorded(tmp_path) == counted(tmp_path)
     assert finished(tmp_path)
@@ -184,7 +185,7 @@ def test_a_child_without_torch_or_calls_leaves_nothing(tmp_path: Path) -> None:
             os.execv(sys.executable, [sys.executable, "-c", "print('in its place')"])
         os.wait()
     """
-    err = run(tmp_path, program)
+    err = run_quick(tmp_path, program)
     loaded = ["opintercept", "opintercept._child", "opintercept._core", "opintercept._core.after_import"]
     assert err.startswith(f"{sorted([*loaded, 'opintercept._core.version'])} False\n")
     assert recorded(tmp_path) == {0: 1}
@@ -291,7 +292,8 @@ def test_workers_of_pytest(tmp_path: Path) -> None:
         "import pytest\nfrom program import work\n\n"
         "@pytest.mark.parametrize('n', range(1, 7))\ndef test_it(n):\n    work(n)\n"
     )
-    run_quick(tmp_path, "", module=["-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", "test_it.py"])
+    workers = str(sampled.fewer(2, 1))
+    run_quick(tmp_path, "", module=["-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", workers, "test_it.py"])
     assert recorded(tmp_path) == counted(tmp_path)
     assert sum(counted(tmp_path).values()) == 21
 
@@ -376,8 +378,8 @@ def test_children_are_told_of_without_a_folder(tmp_path: Path) -> None:
     (tmp_path / "counted").mkdir()
     (tmp_path / "program.py").write_text(textwrap.dedent(WORK) + textwrap.dedent(program))
     environment = os.environ | {"TMPDIR": str(tmp_path)}
-    command = [sys.executable, "-m", "opintercept", "run", "--engine", "kernel", "program.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    command = ["-m", "opintercept", "run", "--engine", "kernel", "program.py"]
+    done = run_python(*command, cwd=tmp_path, env=environment, check=True)
     told = [line for line in done.stderr.splitlines() if line.startswith(("opintercept: ", "NaN", "1 process "))]
     first, wrong, finding, right, lost = told
     assert first.startswith("opintercept: 1 call, ")
@@ -418,7 +420,7 @@ def test_every_option_reaches_the_children(tmp_path: Path) -> None:
 
 
 def test_many_children_at_once(tmp_path: Path) -> None:
-    count = sampled.fewer(100, 40)
+    count = sampled.fewer(100, 24)
     program = f"""
         import torch
         for n in range({count}):
