@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import sampled
 from compiler import needs_compiler
 from processes import Program
 from recorded import tensor_of
@@ -53,15 +54,20 @@ SAID = {
 """What is planted, what `why` says of it, and what stands in the line that it names."""
 
 
-@pytest.mark.parametrize("compiled", ["0", pytest.param("1", marks=needs_compiler)])
-def test_each_process_of_an_engine_is_recorded(compiled: str, tmp_path: Path) -> None:
-    if compiled == "1":
+# Whether kernels are those in C++, and whether the engine's model is compiled.
+HOW = [("1", True)] if sampled.on else [("0", True), ("1", False)]
+
+
+@needs_compiler
+@pytest.mark.parametrize(("in_cpp", "compiled"), HOW)
+def test_each_process_of_an_engine_is_recorded(in_cpp: str, compiled: bool, tmp_path: Path) -> None:
+    if in_cpp == "1":
         build.built_library()  # for the programs that the test starts
     noted = tmp_path / "noted"
     noted.mkdir()
     command = [sys.executable, "-m", "opintercept", "run", "--ops", "all", "--tensors", "full", "--out", "run"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "OPINTERCEPT_COMPILED": compiled}
-    arguments = [*command, str(ENGINE), str(noted), *(["--compiled"] if compiled == "0" else [])]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "OPINTERCEPT_COMPILED": in_cpp}
+    arguments = [*command, str(ENGINE), str(noted), *["--compiled"] * compiled]
     done = subprocess.run(arguments, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     assert "did not end" not in done.stderr
@@ -78,7 +84,7 @@ def test_each_process_of_an_engine_is_recorded(compiled: str, tmp_path: Path) ->
         assert {op: count for op, count in found[pid].items() if op in calls} == dict(calls)
     workers = [calls for calls in found.values() if calls["_C::onednn_mm"]]
     assert [calls["vllm::unified_attention_with_output"] for calls in workers] == [6, 6]
-    assert all(any(op.startswith("inductor::") for op in calls) for calls in workers) == (compiled == "0")
+    assert all(any(op.startswith("inductor::") for op in calls) for calls in workers) == compiled
     attentions = [call for call in run.calls() if call.record.op == "_C::cpu_attention_with_kv_cache"]
     assert {tuple(tensor_of(run, call, "rhs").shape) for call in attentions} == {(8, 1, 16), (9, 1, 16), (10, 1, 16)}
     assert sum(file.stat().st_size for file in (tmp_path / "run").rglob("*.safetensors")) < 2 * CACHE  # weights of both
