@@ -78,8 +78,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return slow is not None or None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the longest files first if there are several processes; `--dist loadfile` keeps each file in one of them."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what `--sampled` does, and run the longest files first if there are several processes.
+
+    `--dist loadfile` keeps each file in one of them.
+    """
+    chosen = sampled.covering(items)
+    if left_out := [item for item in items if item not in chosen]:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item in chosen]
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=longest.place)
 
