@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from compiler import needs_compiler
-from processes import Program
+from processes import Program, for_torchrun, run_python
 
 from opintercept import hooks, runs
 from opintercept._core.text import amount
@@ -837,8 +837,8 @@ def test_each_rank_records_a_folder_and_rank_0_reports(tmp_path: Path) -> None:
     """
     name = script(tmp_path, program)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    status, _, err = ends(start(tmp_path, *torchrun, "-m", "opintercept", "run", "--out", "run", name))
-    assert status == 0
+    environment = os.environ | for_torchrun(tmp_path)
+    err = run_python(*torchrun, *OURS, "--out", "run", name, cwd=tmp_path, env=environment, check=True).stderr
     (shown,) = [line for line in err.splitlines() if line.startswith("opintercept: ")]
     assert shown.startswith("opintercept: 1 call, 24 FLOP, 0 not finite, ")
     run = runs.open_run(tmp_path / "run")

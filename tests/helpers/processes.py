@@ -12,6 +12,7 @@ import contextlib
 import functools
 import json
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -46,14 +47,10 @@ class Program:
         self._streams = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115
         request = {"argv": self.args, "cwd": str(cwd or Path.cwd()), "env": dict(os.environ if env is None else env)}
         self._server = socket.socket(socket.AF_UNIX)
-        self._server.connect(_server())
         with tempfile.TemporaryFile("w+") as given:
             given.write(input)
             given.seek(0)
-            text = json.dumps(request).encode()
-            socket.send_fds(self._server, [b"%16d" % len(text)], [f.fileno() for f in (given, *self._streams)])
-        self._server.sendall(text)
-        self.pid = self._number()
+            self.pid = _begin(self._server, _server(), request, [f.fileno() for f in (given, *self._streams)])
 
     def wait(self, timeout: float = 300) -> int:
         """Wait for its end, and return its exit status as `subprocess` has it. It is killed if that takes longer."""
@@ -87,14 +84,8 @@ class Program:
     def __exit__(self, *_: object) -> None:
         self.wait()
 
-    def _number(self) -> int:
-        text = b""
-        while not text.endswith(b"\n"):
-            text += self._server.recv(1)
-        return int(text)
-
     def _end(self) -> int:
-        status = os.waitstatus_to_exitcode(self._number())
+        status = os.waitstatus_to_exitcode(_number(self._server))
         self._server.close()
         self.stdout, self.stderr = map(_read, self._streams)
         return status
@@ -155,6 +146,45 @@ def run_ranks(program: str, *arguments: object, ranks: int = 2, timeout: float =
         assert done.returncode == 0, done.stderr[-5000:]
 
 
+def for_torchrun(folder: str | os.PathLike[str]) -> dict[str, str]:
+    """The environment in which torchrun starts its ranks where torch has been imported. It needs a file in a folder."""
+    python = Path(folder, "python")
+    command = shlex.join([sys.executable, __file__, _server()])
+    python.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+    python.chmod(0o755)
+    return {"PYTHON_EXEC": str(python)}
+
+
+def _begin(server: socket.socket, path: str, request: dict[str, Any], streams: list[int]) -> int:
+    """Let the server begin a program, and return its number."""
+    server.connect(path)
+    text = json.dumps(request).encode()
+    socket.send_fds(server, [b"%16d" % len(text)], streams)
+    server.sendall(text)
+    return _number(server)
+
+
+def _number(server: socket.socket) -> int:
+    text = b""
+    while not text.endswith(b"\n"):
+        text += server.recv(1)
+    return int(text)
+
+
+def _stand_for(path: str, arguments: list[str]) -> None:
+    """Run a program in a child of the server, in the place of this process."""
+    with socket.socket(socket.AF_UNIX) as server:
+        request = {"argv": arguments, "cwd": str(Path.cwd()), "env": dict(os.environ)}
+        pid = _begin(server, path, request, [0, 1, 2])
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, _: os.kill(pid, number))
+        status = os.waitstatus_to_exitcode(_number(server))
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    sys.exit(status)
+
+
 def _read(file: IO[bytes]) -> str:
     with file:
         file.seek(0)
@@ -169,7 +199,7 @@ def _server() -> str:
     path = os.path.join(folder, "socket")
     alive, ours = os.pipe()  # its end is ours: the server ends with us, however we do
     server = subprocess.Popen(
-        [sys.executable, __file__, path, str(alive)],
+        [sys.executable, __file__, "--serve", path, str(alive)],
         env=os.environ | _QUIET,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -289,9 +319,9 @@ def _run(arguments: list[str], cwd: str) -> None:
     import warnings
 
     os.chdir(cwd)
-    while arguments[0] == "-W":
-        warnings.simplefilter(arguments[1])  # type: ignore[arg-type]
-        del arguments[:2]
+    while arguments[0] in ("-W", "-u"):
+        if arguments.pop(0) == "-W":
+            warnings.simplefilter(arguments.pop(0))  # type: ignore[arg-type]
     extra = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
     first, *rest = arguments
     main = sys.modules["__main__"] = types.ModuleType("__main__")
@@ -329,7 +359,9 @@ def _without_ours(hook: Any) -> Any:
 
 
 def _main() -> None:
-    request = _serve(sys.argv[1], int(sys.argv[2]))
+    if sys.argv[1] != "--serve":
+        _stand_for(sys.argv[1], sys.argv[2:])
+    request = _serve(sys.argv[2], int(sys.argv[3]))
     try:
         _run(request["argv"], request["cwd"])
     except SystemExit:

@@ -13,7 +13,6 @@ import re
 import runpy
 import shlex
 import subprocess
-import sys
 import tempfile
 import time
 from html import unescape
@@ -25,7 +24,7 @@ import torch
 from browser import TIMEOUT, Browser
 from compiler import needs_compiler
 from native import run_python as run_new_python
-from processes import run_python
+from processes import for_torchrun, run_python
 
 from opintercept import intercept, runs
 from opintercept.cli import main
@@ -102,8 +101,8 @@ def anchors(page: Path) -> set[str]:
 def outputs(page: Path) -> list[tuple[str, subprocess.CompletedProcess[str]]]:
     """What the commands of a page print, each in turn, in a folder with the programs that the page shows."""
     done = []
-    wide = os.environ | {"COLUMNS": "120"}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as other:
+        wide = os.environ | {"COLUMNS": "120"} | for_torchrun(other)
         for language, code in blocks(page):
             program = re.match(r"# (\w+\.py)\n", code)
             if language == "python" and program:
@@ -225,8 +224,8 @@ def test_a_larger_model_fails_the_test_of_the_guide_as_it_says(tmp_path: Path) -
     (code,) = [code for language, code in blocks(TESTING) if language == "python" and "test_a_training_step" in code]
     (expected,) = [code for language, code in blocks(TESTING) if language == "text"]
     (tmp_path / "test_step.py").write_text(code.replace("nn.Linear(16, 4))", "nn.Linear(16, 4), nn.Linear(4, 4))"))
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "test_step.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"COLUMNS": "120"})
+    command = ["-m", "pytest", "-p", "no:cacheprovider", "test_step.py"]
+    done = run_python(*command, cwd=tmp_path, env=os.environ | {"COLUMNS": "120"})
     assert done.returncode == 1
     assert expected in done.stdout
 
@@ -248,7 +247,7 @@ def test_the_picture_shows_what_the_command_prints() -> None:
 @pytest.mark.slow
 def test_the_site_builds_and_fits_a_phone_without_a_network(tmp_path: Path) -> None:
     command = ["sphinx-build", "-W", "--keep-going", "-q", "docs", str(tmp_path / "site")]
-    done = subprocess.run([sys.executable, "-m", "sphinx", *command[1:]], cwd=ROOT, capture_output=True, text=True)
+    done = run_python("-m", "sphinx", *command[1:], cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "")
     assert shlex.join([*command[:-1], "docs/_build"]) in (ROOT / "CONTRIBUTING.md").read_text("utf-8")
     with Browser(tmp_path / "profile") as browser:

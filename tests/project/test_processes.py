@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import Program, run_python
+from processes import Program, for_torchrun, run_python
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 
@@ -66,3 +66,17 @@ def test_programs_run_beside_each_other(tmp_path: Path) -> None:
     sleeper = Program(["-c", "import time; time.sleep(60)"])
     sleeper.kill()
     assert sleeper.wait() == -signal.SIGKILL
+
+
+def test_what_torchrun_starts_ends_as_its_program(tmp_path: Path) -> None:
+    python = for_torchrun(tmp_path)["PYTHON_EXEC"]
+    for end, status in (("sys.exit(3)", 3), ("os.kill(os.getpid(), 15)", -15)):
+        program = f"import os, sys; print(sys.argv, sys.stdin.read(), flush=True); {end}"
+        done = subprocess.run([python, "-u", "-c", program, "x"], input="given", capture_output=True, text=True)
+        assert (done.returncode, done.stdout, done.stderr) == (status, "['-c', 'x'] given\n", "")
+    waiting = "import time; print('ready', flush=True); time.sleep(60)"
+    with subprocess.Popen([python, "-c", waiting], stdout=subprocess.PIPE) as started:
+        assert started.stdout is not None
+        assert started.stdout.readline() == b"ready\n"
+        started.terminate()
+        assert started.wait(60) == -signal.SIGTERM
