@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import sampled
 from compiler import needs_compiler
 from devices import on_a_device
 
@@ -15,6 +16,8 @@ HOOKS += [f"RunRecorder, {tensors}" for tensors in ("stats", "sample", "full")]
 @needs_compiler
 @pytest.mark.parametrize("how", [[], ["--late"], ["--launch"], ["--launch", "--late"]], ids=" ".join)
 def test_hooks_find_what_they_find_on_the_cpu(how: list[str]) -> None:
-    found = on_a_device("device_hooks.py", *how, *HOOKS)
-    assert set(found) >= set(HOOKS)
+    # With `--sampled` each hook is there with two settings that have nothing in common.
+    chosen = [hook for number, hook in enumerate(HOOKS) if not sampled.on or (number + len(how)) % 2 == 0]
+    found = on_a_device("device_hooks.py", *how, *chosen)
+    assert set(found) >= set(chosen)
     assert {case: lines for case, lines in found.items() if lines} == {}

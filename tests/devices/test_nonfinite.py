@@ -16,7 +16,7 @@ PROGRAM = "device_nonfinite.py"
 @pytest.mark.parametrize("how", [[], ["--late"]], ids=["at once", "late"])
 def test_what_is_found_later_is_what_is_found_at_once_and_on_the_cpu(how: list[str]) -> None:
     found = on_a_device(PROGRAM, *how, *["--fewer"] * sampled.on)
-    assert len(found) >= 15
+    assert len(found) >= (7 if sampled.on else 15)
     assert {case: lines for case, lines in found.items() if lines} == {}
 
 

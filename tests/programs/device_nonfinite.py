@@ -3,7 +3,7 @@ what it finds on the CPU.
 
 `python device_nonfinite.py [--late] [--fewer] NAME...` prints as JSON where they differ, by case. With `--late` the
 device writes rows when somebody waits for it, or when its program does. With `--fewer` each of the hook's options comes
-with one family of operators.
+with one family of operators, and each case with `--late` or without.
 """
 
 from __future__ import annotations
@@ -433,5 +433,7 @@ if __name__ == "__main__":
     if "--late" in sys.argv:
         toy_device.take_for_cuda()
     by_name = {each.__name__: each for each in BEHAVIOURS}
-    names = [name for name in sys.argv[1:] if not name.startswith("--")] or list(CASES)
+    fewer = "--fewer" in sys.argv
+    every = list(CASES)[fewer and "--late" in sys.argv :: 1 + fewer]
+    names = [name for name in sys.argv[1:] if not name.startswith("--")] or every
     print(json.dumps({name: by_name[name]() if name in by_name else compare(name)[:9] for name in names}))

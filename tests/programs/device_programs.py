@@ -1,7 +1,8 @@
 """Programs whose calls on a stand-in for a GPU must come from where those on the CPU come from.
 
-`python device_programs.py ENGINE...` prints as JSON, for each engine and program, how the two differ. Each runs in a
-process of its own, on the device first: what one has left behind hides what goes wrong in the next.
+`python device_programs.py ENGINE...` prints as JSON, for each engine and program, how the two differ. With `--fewer`
+each program runs with one of the engines. Each runs in a process of its own, on the device first: what one has left
+behind hides what goes wrong in the next.
 """
 
 from __future__ import annotations
@@ -250,7 +251,10 @@ if __name__ == "__main__":
     faulthandler.enable()
     torch.set_num_threads(1)  # no threads of torch's before the forks
     results: dict[str, dict[str, list[str]]] = {}
-    for chosen in sys.argv[1:]:
+    engines = [name for name in sys.argv[1:] if name != "--fewer"]
+    for number, chosen in enumerate(engines):
         names = [*PROGRAMS, *(THREADS if chosen != "mode" else ())]  # a mode watches one thread
+        if "--fewer" in sys.argv:
+            names = names[number :: len(engines)]
         results[chosen] = {name: in_a_child(functools.partial(differences, name, chosen)) for name in names}
     print(json.dumps(results))
