@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import sampled
 from compiler import needs_compiler
 from devices import on_a_device
 
@@ -22,7 +23,7 @@ def table() -> dict[str, dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def others() -> dict[str, dict[str, str]]:
-    found: dict[str, dict[str, str]] = on_a_device("noted_operators.py", "others")
+    found: dict[str, dict[str, str]] = on_a_device("noted_operators.py", "others", *["--fewer"] * sampled.on)
     return found
 
 
@@ -45,9 +46,11 @@ def test_operators_of_other_libraries_are_shown_since_their_inner_steps_are(tabl
 @pytest.mark.parametrize("form", FORMS)
 def test_every_other_operator_is_noted(form: str, others: dict[str, dict[str, str]]) -> None:
     shown = {name for name, how in others[form].items() if how == "shown"}
-    assert {name for name in shown if not name.startswith(STORAGES)} == SIZES
+    sizes = {name for name in shown if not name.startswith(STORAGES)}
+    assert sizes <= SIZES if sampled.on else sizes == SIZES
     noted = [name for name, how in others[form].items() if how == "noted"]
-    assert len(noted) > 1900  # makers of tensors cannot be watched, and some views not be tried
+    # Makers of tensors cannot be watched, and some views not be tried.
+    assert len(noted) > (1900 // 5 if sampled.on else 1900)
 
 
 def test_a_weight_is_read_again_only_when_it_has_changed() -> None:

@@ -76,6 +76,8 @@ class TestHealthy:
     pytestmark = compiles
 
     def test_no_kernel_is_accused(self, dtype: torch.dtype, trains: bool) -> None:
+        if sampled.on and trains == (dtype is torch.float32):
+            pytest.skip("sampled")
         reference = held(dtype, str, trains)
         assert reference.wrong == []
         assert len(kernels(reference)) >= (8 if trains else 4)
