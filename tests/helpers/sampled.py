@@ -50,7 +50,7 @@ def covering(items: Sequence[pytest.Item]) -> set[pytest.Item]:
 
 
 def _covering(items: list[pytest.Item]) -> list[pytest.Item]:
-    function = getattr(items[0], "function", None)
+    function: Any = getattr(items[0], "function", None)
     if len(items) < FEW or not hasattr(items[0], "callspec") or "sampled" in function.__code__.co_names:
         return items
     values = {item: _values(item) for item in sorted(items, key=lambda item: zlib.crc32(item.nodeid.encode()))}
