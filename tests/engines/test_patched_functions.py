@@ -6,7 +6,6 @@ import asyncio
 import importlib
 import os
 import pickle
-import shutil
 import sys
 import threading
 import warnings
@@ -18,7 +17,7 @@ from unittest import mock
 
 import pytest
 import torch
-from compiler import ENGINES, needs_compiler
+from compiler import ENGINES, needs_compiler, needs_ninja, with_pybind
 from nets import record
 from threads import run_threads
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -618,34 +617,17 @@ def test_every_part_of_a_block_that_raises_leaves_the_function_as_it_was(library
 
 
 @needs_compiler
-@pytest.mark.skipif(shutil.which("ninja") is None, reason="needs ninja")
+@needs_ninja
 @pytest.mark.slow
-def test_a_function_of_pybind_has_the_parameters_of_its_docstring(tmp_path: Path) -> None:
-    from torch.utils.cpp_extension import load_inline
-
-    module = load_inline(
-        "seam_pybind",
-        """
-        #include <ATen/ops/mm.h>  // and not all of ATen, which takes seconds
-        #include <ATen/ops/mul.h>
-        #include <torch/csrc/utils/pybind.h>
-        namespace py = pybind11;
-        at::Tensor mul(at::Tensor x, at::Tensor w, double scale) { return at::mul(at::mm(x, w.t()), scale); }
-        PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-          m.def("mul", &mul, py::arg("x"), py::arg("w"), py::arg("scale") = 1.0);
-        }
-        """,
-        build_directory=str(tmp_path),
-        extra_cflags=["-O0"],
-        no_implicit_headers=True,  # they take a minute to compile
-    )
+def test_a_function_of_pybind_has_the_parameters_of_its_docstring() -> None:
+    module = with_pybind()
     x, w = torch.randn(2, 3), torch.randn(4, 3)
     original = module.mul
-    sys.modules["seam_pybind"] = module
-    with pytest.raises(ValueError, match="must be an argument of seam_pybind:mul, which has x, w, scale; got 'b'"):
-        register_op("seam_pybind:mul", lhs="x", rhs="b")
-    with register_op("seam_pybind:mul", lhs="x", rhs="w", layout="nk"):
+    sys.modules["with_pybind"] = module
+    with pytest.raises(ValueError, match="must be an argument of with_pybind:mul, which has x, w, scale; got 'b'"):
+        register_op("with_pybind:mul", lhs="x", rhs="b")
+    with register_op("with_pybind:mul", lhs="x", rhs="w", layout="nk"):
         calls = recorded(lambda: [module.mul(x, w), module.mul(x=x, w=w, scale=2.0)])
-    assert [(call.op, call.gemm[:4]) for call in calls] == [("seam_pybind:mul", (1, 2, 4, 3))] * 2
+    assert [(call.op, call.gemm[:4]) for call in calls] == [("with_pybind:mul", (1, 2, 4, 3))] * 2
     assert module.mul is original
-    del sys.modules["seam_pybind"]
+    del sys.modules["with_pybind"]

@@ -64,6 +64,8 @@ def programs(op: Any, dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
 @pytest.mark.parametrize("level", ["dispatch", "function"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_no_operator_of_the_database_raises_an_alarm(dtype: torch.dtype, level: Any) -> None:
+    if sampled.on and (level == "function") != (dtype in (torch.float64, torch.float16)):
+        pytest.skip("sampled")
     checksum = hooks.Checksum(action="record")
     failed: Counter[str] = Counter()
     for name, op in OPERATORS.items():

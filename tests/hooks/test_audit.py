@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiler import BELOW_FUNCTIONS, needs_compiler
+from compiler import BELOW_FUNCTIONS, needs_compiler, needs_ninja, with_pybind
 from processes import run_python
 from torch import Tensor, nn
 from torch._C._autograd import DeviceType
@@ -128,31 +127,13 @@ def test_a_kernel_that_is_no_operator_is_named(foreign: Any) -> None:
 
 
 @needs_compiler
-@pytest.mark.skipif(shutil.which("ninja") is None, reason="needs ninja")
+@needs_ninja
 @pytest.mark.slow
-def test_a_kernel_of_pybind_is_named_without_the_operators_inside(tmp_path: Path) -> None:
-    from torch.utils.cpp_extension import load_inline
-
-    module = load_inline(
-        "audit_pybind",
-        """
-        #include <ATen/ops/mul.h>  // and not all of ATen, which takes seconds
-        #include <torch/csrc/utils/pybind.h>
-        at::Tensor twice(at::Tensor x) {
-          at::Tensor out = at::mul(x, x);
-          float* values = out.data_ptr<float>();
-          for (int64_t i = 0; i < out.numel(); i++) values[i] *= 2;
-          return out;
-        }
-        PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("twice", &twice); }
-        """,
-        build_directory=str(tmp_path),
-        extra_cflags=["-O0"],
-        no_implicit_headers=True,  # they take a minute to compile
-    )
+def test_a_kernel_of_pybind_is_named_without_the_operators_inside() -> None:
+    module = with_pybind()
     audit = audited(lambda: module.twice(torch.ones(100, 100)))
     check_sum(audit)
-    assert names(audit).pop("audit_pybind.twice") == 1
+    assert names(audit).pop("with_pybind.twice") == 1
     assert "aten::mul" not in names(audit)  # which was seen
 
 

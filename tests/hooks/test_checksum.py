@@ -595,6 +595,8 @@ def test_no_call_waits_for_a_device(dtype: torch.dtype) -> None:
 )
 @pytest.mark.parametrize("role", ["output", "lhs", "rhs"])
 def test_flipped_bits_in_a_training_step_are_found(role: str, dtype: str, bits: Any, least: float) -> None:
+    if sampled.on and (role == "rhs") != (dtype == "bfloat16"):
+        pytest.skip("sampled")
     step = checksum_figures.llama_step(getattr(torch, dtype))
     found = checksum_figures.flips(step, role, bits, 15)
     assert sum(tally.elsewhere for tally in found.values()) == 0
