@@ -127,6 +127,19 @@ def test_a_kernel_that_is_no_operator_is_named(foreign: Any) -> None:
 
 
 @needs_compiler
+def test_a_function_whose_module_is_no_name_is_called_as_ever(foreign: Any) -> None:
+    x, y, named = torch.ones(100), torch.empty(100), foreign.scale.__module__
+    try:
+        for module in (foreign, ["foreign"], 3):  # the first is what psutil writes
+            foreign.scale.__module__ = module
+            audit = audited(lambda: foreign.scale(x.data_ptr(), y.data_ptr(), 100))
+            assert names(audit).get("foreign.scale") == (1 if module is foreign else None)
+    finally:
+        foreign.scale.__module__ = named
+    assert y.sum() == 200
+
+
+@needs_compiler
 @needs_ninja
 @pytest.mark.slow
 def test_a_kernel_of_pybind_is_named_without_the_operators_inside() -> None:

@@ -106,7 +106,8 @@ class _Functions:
     def _note(self, frame: FrameType, event: str, function: Any) -> None:
         if event == "c_call":
             module = getattr(function, "__module__", None)
-            if module is None or not self._on:
+            module = getattr(module, "__name__", module)  # psutil puts the module itself there
+            if not isinstance(module, str) or not self._on:
                 return
             if module not in self._known:
                 self._known[module] = _may_hold_kernels(module)
