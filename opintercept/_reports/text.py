@@ -48,6 +48,9 @@ def runs_table(opened: list[OpenedRun], sums: list[RunSums]) -> Cells:
     return Cells(head, rows, left=3, last=["run"], spare=["started", "ranks"])
 
 
+_NO_NUMBERS = ("nan", "inf", "-inf")  # as a run has them among the arguments of a call
+
+
 def _first_text(run: Run, call: StoredCall) -> str:
     record = call.record
     where = cell_text(run.title(call.rank))
@@ -59,8 +62,9 @@ def _first_text(run: Run, call: StoredCall) -> str:
         found = ((role, nonfinite(v)) for role, v in call.values.items() if is_output(role) is outputs)
         sides.append(", ".join([f"{role} ({counts})" for role, counts in found if counts][:16]))
     text += f"; {sides[0]}" if sides[0] else ""
-    if sides[1]:
-        return f"{text}; already in {sides[1]}"
+    numbers = [f"{cell_text(name)}={value}" for name, value in (call.arguments or {}).items() if value in _NO_NUMBERS]
+    if sides[1] or numbers:
+        return f"{text}; already in {', '.join([*filter(None, sides[1:]), *numbers[:16]])}"
     known = any(not is_output(role) for role in call.values)
     return f"{text}; its operands are {'finite' if known else 'not recorded'}"
 

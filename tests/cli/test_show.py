@@ -279,6 +279,14 @@ def test_the_first_nan_is_looked_for_in_outputs_before_operands(tmp_path: Path, 
     assert "nonfinite" not in shown(write(tmp_path / "finite", calls[:1]))
 
 
+def test_a_number_that_is_not_finite_is_where_a_mask_has_its_inf_from(tmp_path: Path, shown: Shown) -> None:
+    masked = call(0, arguments={"dim": 1, "value": "-inf", "name": "none"})
+    masked["values"] = {"lhs": values(0), "output": values(0, inf=3)}
+    assert "output (3 Inf of 16); already in value=-inf\n" in shown(write(tmp_path / "number", [masked]))
+    masked["values"]["lhs"] = values(0, nan=1)
+    assert "already in lhs (1 NaN of 16), value=-inf\n" in shown(write(tmp_path / "both", [masked]))
+
+
 def test_too_many_ranks_are_read_one_after_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: Rows) -> None:
     monkeypatch.setattr("opintercept._reports.calls.MAX_OPEN", 2)
     for rank in range(3):
