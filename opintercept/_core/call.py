@@ -109,8 +109,8 @@ class OpCall:
         args: Positional arguments, as the operator gets them.
         kwargs: Keyword arguments, as the operator gets them.
         output: What the operator returned; None in `pre` and `error`.
-        phase: `"forward"`; `"backward"` while autograd runs a graph; `"recompute"` while a checkpoint repeats a
-            forward call during backward.
+        phase: `"forward"`; `"backward"` while autograd runs a graph; `"recompute"` while a checkpoint, or a
+            module that a custom Function calls, runs forward during backward.
         index: 0-based number of the call in its interceptor, in the order in which calls started.
         step: The interceptor's step when the call started.
         began: When the operator started, in seconds of `time.perf_counter`; None before it has.

@@ -20,6 +20,7 @@ from opintercept._core import pipeline
 from opintercept._core.record import Phase
 
 _Context: type[Any] = torch._C._FunctionBase
+_current_node: Callable[[], Any] = torch._C._current_autograd_node
 OUTER_CALL = torch.nn.Module._wrapped_call_impl.__code__
 _INNER_CALL = torch.nn.Module._call_impl.__code__
 # The code that calls a custom Function's forward; None if that is in C, as in torch 2.15.
@@ -46,15 +47,18 @@ NOT_SOURCE = (os.path.dirname(torch.__file__) + os.sep, _HERE + os.sep)
 
 
 def backward_phase() -> Phase:
-    """Return the pass of a call that autograd makes: backward, or a checkpoint's repetition of the forward pass."""
+    """Return the pass of a call that autograd makes: backward, or one that a checkpoint or custom Function repeats."""
     # Whether gradients are enabled does not tell: `create_graph=True` enables them, and `no_grad` or a custom Function
     # in the repeated pass disables them. A checkpoint has its frames on the stack above autograd's.
     frame = sys._getframe().f_back  # None if it is the only one: compiled kernels have no frame
+    in_module = False
     while frame is not None and (code := frame.f_code) is not ENGINE:
         if code.co_filename == _CHECKPOINT:
             return "recompute"
+        in_module = in_module or code is OUTER_CALL
         frame = frame.f_back
-    return "backward"
+    # A custom Function that calls modules in its backward: another library's checkpoint, or an adjoint method.
+    return "recompute" if in_module and isinstance(_current_node(), _Context) else "backward"
 
 
 def in_checkpoint() -> bool:

@@ -88,6 +88,44 @@ def test_a_checkpoint_recomputes_in_a_pass_of_its_own(engine: dict[str, Any], re
     assert set(by_phase["backward"]) == set(FORWARD)
 
 
+class Again(torch.autograd.Function):
+    """What a module computes, and once more in the backward pass: a checkpoint as many libraries write it."""
+
+    @staticmethod
+    def forward(ctx: Any, run: nn.Module, x: Tensor) -> Any:
+        ctx.run = run
+        ctx.save_for_backward(x)
+        return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            again = ctx.run(x)
+        torch.autograd.backward(again, grads)
+        return None, x.grad @ torch.eye(4)  # in no module
+
+
+again: Any = Again.apply
+
+
+@pytest.mark.parametrize("engine", BELOW)
+def test_a_module_in_the_backward_of_a_custom_function_recomputes(engine: dict[str, Any]) -> None:
+    model = Model()
+    model.forward = lambda x: model.head(again(model.blocks[1], model.blocks[0](x)))  # type: ignore[method-assign]
+    trainer = nn.Module()  # the backward pass itself is in a module, too
+    trainer.model = model
+    trainer.forward = lambda x: model(x).sum().backward()
+    for _ in range(2):
+        records = record(lambda: trainer(torch.randn(5, 4, requires_grad=True)), **engine)
+        repeated = {r.index: r.module for r in records if r.phase == "recompute"}
+        assert list(repeated.values()) == [f"model.blocks.1{name}" for name in (".up", ".down", "", "")]
+        gradients = [r for r in records if r.forward in repeated]
+        assert [(r.phase, r.module) for r in gradients] == [("backward", repeated[r.forward or 0]) for r in gradients]
+        assert {r.module for r in gradients} == set(repeated.values())
+        assert {r.phase for r in records if r.rhs is not None and r.rhs.shape == (4, 4)} == {"backward"}
+
+
 @pytest.mark.parametrize("engine", BELOW)
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpoint_recomputes_what_records_no_gradient(engine: dict[str, Any], reentrant: bool) -> None:

@@ -342,6 +342,9 @@ bool opintercept::is_recompute() {
   PyThreadState* thread = PyGILState_GetThisThreadState();
   Frame* frame = thread == nullptr ? nullptr : top(thread);
   for (; frame != nullptr && code_of(frame) != engine; frame = back(frame)) {
+    if (code_of(frame) == outer_call) {
+      return true; // perhaps: a walk in Python looks at the node, too
+    }
     PyObject* file = reinterpret_cast<PyCodeObject*>(code_of(frame))->co_filename;
     if (file == checkpoint || PyUnicode_Compare(file, checkpoint) == 0) {
       return true;
