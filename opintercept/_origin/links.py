@@ -76,7 +76,7 @@ class _Life:
 class ThreadLinks:
     """The links of one thread, by the sequence number that autograd also gives to the node of the gradient."""
 
-    __slots__ = ("links", "open", "places", "seen", "shared", "thread")
+    __slots__ = ("later", "links", "open", "places", "seen", "shared", "thread")
 
     def __init__(self) -> None:
         # The newest number at the last call. Nodes up to it do not belong to the next call.
@@ -86,6 +86,9 @@ class ThreadLinks:
         self.places: dict[int, CallSite] = {}
         # Numbers of nodes with several calls, in a custom Function or a fused operator. Which call it is, is unknown.
         self.shared: set[int] = set()
+        # Numbers of nodes after whose call others came without a node, with the place that all have in common. Either
+        # one operator runs all of them, or the node is the first one's, and the others have no gradient, as `x > 0`.
+        self.later: dict[int, CallSite] = {}
         # A patched function that is running: its link, its place, and the newest number before it.
         self.open: tuple[Link, CallSite, int] | None = None
 
@@ -102,11 +105,18 @@ class ThreadLinks:
         if known is not None and place is not None:
             self.places[number] = known.common(place)
 
+    def follow(self, number: int, place: CallSite | None) -> None:
+        """Note that another call, from `place`, came after the one that has this node, and without a newer node."""
+        known = self.later.get(number, self.places.get(number))
+        if known is not None:
+            self.later[number] = known if place is None else known.common(place)
+
     def forget(self, numbers: Iterable[int]) -> None:
         """Drop the links with these numbers."""
         for number in numbers:
             del self.links[number]
             self.places.pop(number, None)
+            self.later.pop(number, None)
             self.shared.discard(number)
 
 
@@ -241,7 +251,9 @@ class Links:
             if function is None and not fresh and other.sure and not other.needed:
                 return place  # no node is of this one: the newest is a custom Function's, such as a compiled graph's
             if not needed or other.needed or not other.sure:
-                if needed or (function is not None and not other.needed) or (inside and not other.sure):
+                if needed and function is None and not fresh and other.needed and other.sure and op != other.op:
+                    mine.follow(number, place)
+                elif needed or (function is not None and not other.needed) or (inside and not other.sure):
                     # Inside of a wrapper, the first product belongs to the node. Others may have no node.
                     mine.share(number, None if inside else place)
                 return place
@@ -310,6 +322,9 @@ class Links:
             return None
         if link.memory is not None:
             link = link._replace(operands=_in_place(node, link.operands, link.memory))
+        later = known.later.get(number)
+        if later is not None and number not in known.shared and not is_of(node.name(), link.op, False):
+            return link, later, True
         return link, known.places.get(number, NOWHERE), number in known.shared
 
     def _maker(self, node: Any, number: int, mine: ThreadLinks | None) -> ThreadLinks | None:
@@ -452,7 +467,8 @@ def is_of(node: str, op: str, sure: bool) -> bool:
     name = node.lower().rstrip("0123456789").removesuffix("backward")
     if is_patched(op):
         return True  # a function may run any operators
-    return (sure and name not in _NODES) or name == op.partition("::")[2].replace("_", "")
+    its = op.partition("::")[2].replace("_", "")
+    return (sure and name not in _NODES) or name in (its, its.removesuffix("forward"))  # nll_loss_forward: NllLoss
 
 
 def grad_of(operands: Iterable[int], left: int, link: Link) -> tuple[str | None, bool]:

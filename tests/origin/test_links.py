@@ -370,6 +370,50 @@ class Inside(Tensor):
 
 
 @pytest.mark.parametrize("engine", BELOW)
+@pytest.mark.parametrize(
+    "unlinked",
+    [torch.ones_like, torch.detach, torch.isnan, torch.argmax, lambda y: y > 0, lambda y: y.new_zeros(3)],
+    ids=["ones_like", "detach", "isnan", "argmax", "gt", "new_zeros"],
+)
+def test_an_operator_without_a_gradient_takes_no_link_of_the_call_before(
+    engine: dict[str, Any], unlinked: Callable[[Tensor], Tensor]
+) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.first(x)
+            unlinked(y)
+            return y * 2
+
+    net = Net()
+    with intercept(recorder := hooks.Recorder(), ops="all", **engine):
+        for _ in range(2):
+            net(torch.randn(2, 4, requires_grad=True)).sum().backward()
+    products = [r for r in recorder.records if r.op == "aten::mm"]
+    forward = [r.index for r in recorder.records if r.op == "aten::addmm"]
+    assert [(r.module, r.forward, r.grad_of) for r in products] == [
+        ("first", index, role) for index in forward for role in ("lhs", "rhs")
+    ]
+
+
+@pytest.mark.parametrize("engine", BELOW)
+def test_a_loss_is_linked_though_its_node_has_another_name(engine: dict[str, Any]) -> None:
+    def program() -> None:
+        loss = nn.CrossEntropyLoss()(torch.randn(2, 3, requires_grad=True), torch.tensor([0, 1]))
+        loss.detach()
+        loss.backward()
+
+    with intercept(recorder := hooks.Recorder(), ops="all", **engine):
+        program()
+    (forward,) = (r.index for r in recorder.records if r.op == "aten::nll_loss_forward")
+    found = [(r.module, r.forward) for r in recorder.records if r.op == "aten::nll_loss_backward"]
+    assert found == [("CrossEntropyLoss", forward)]
+
+
+@pytest.mark.parametrize("engine", BELOW)
 def test_two_products_inside_of_one_operator_are_not_told_apart(engine: dict[str, Any]) -> None:
     weight = TwoTensor(torch.randn(4, 4), torch.randn(4, 4)).requires_grad_()
     x = torch.randn(3, 4)

@@ -30,7 +30,7 @@ constexpr size_t MOST = 4096; // answers that are remembered
 // See `set_up_links`.
 PyTypeObject *link_type, *place_type;
 PyObject *is_of, *factors_of, *nowhere;
-Slot by_number, in_backward_slot, round_slot, seen, links_slot, places_slot, shared_slot;
+Slot by_number, in_backward_slot, round_slot, seen, links_slot, places_slot, shared_slot, later_slot;
 
 // What is known of operators by the name that their rows have, until rows change. The names are owned.
 struct Factors {
@@ -246,8 +246,13 @@ bool opintercept::find_forward(PyObject* links, Addresses operands, const void* 
   if (place == nullptr || Py_TYPE(place) != place_type || Linked(link).packed) {
     return false; // in a compiled graph, or with operands that come back elsewhere
   }
+  const bool is_shared = PySet_Contains(shared_slot.of(its), number.get()) != 0;
+  if (!is_shared && PyDict_Contains(later_slot.of(its), number.get()) != 0 &&
+      !computes(*node, Linked(link).op, false)) {
+    return false; // one operator has run several calls
+  }
   found.place = Py_NewRef(place);
-  if (PySet_Contains(shared_slot.of(its), number.get()) != 0) {
+  if (is_shared) {
     return true;
   }
   found.index = PyLong_AsLongLong(Linked(link).index);
@@ -274,6 +279,7 @@ PyObject* opintercept_set_up_links(PyObject*, PyObject* args) {
   Py_INCREF(nowhere);
   const bool found = by_number.find(links, "_by_number") && in_backward_slot.find(links, "_in_backward") &&
       round_slot.find(links, "_round") && seen.find(of_threads, "seen") && links_slot.find(of_threads, "links") &&
-      places_slot.find(of_threads, "places") && shared_slot.find(of_threads, "shared");
+      places_slot.find(of_threads, "places") && shared_slot.find(of_threads, "shared") &&
+      later_slot.find(of_threads, "later");
   return found ? Py_NewRef(Py_None) : nullptr;
 }
