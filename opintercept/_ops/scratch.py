@@ -36,6 +36,13 @@ _OVERWRITES = (
 OVERWRITES = frozenset(_OVERWRITES.split())
 """Those that write to `self` without reading it."""
 
+_LIKE = (
+    "full_like ones_like rand_like randint_like randn_like zeros_like new_full new_ones new_zeros cauchy copy"
+    " exponential fill geometric log_normal normal_functional random uniform zero"
+)
+LIKE = frozenset(_LIKE.split())
+"""Those that take no more of `self` than how it looks. `bernoulli` is another, if it is given `p`."""
+
 _FILLS = "index_copy index_copy_ index_fill_ index_put index_put_ masked_scatter_ scatter scatter_"
 FILLS = frozenset(_FILLS.split())
 """Those that write to places in `self`, which may be memory that nobody has written if these are all of it."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from opintercept._core.tensors import TensorMeta
-from opintercept._ops.scratch import FOR_PROGRAM, OVERWRITES, PADDED, SCRATCH, UNREAD, VIEWS, torchs_name
+from opintercept._ops.scratch import FOR_PROGRAM, LIKE, OVERWRITES, PADDED, SCRATCH, UNREAD, VIEWS, torchs_name
 from opintercept.runs.compare.difference import NOT_RECORDED, By
 from opintercept.runs.compare.pairing import metas
 from opintercept.runs.program.names import operator_name
@@ -170,10 +170,16 @@ def is_random(call: StoredCall) -> bool:
 
 
 def _means_nothing(role: str, call: StoredCall) -> bool:
-    """Return whether a tensor's values do not matter: scratch memory, or an operand that is only overwritten."""
+    """Return whether a tensor's values do not matter: scratch memory, or an operand that is not read."""
     if is_output(role):
         place = role.removeprefix("output.")
         return place.isdecimal() and int(place) >= FOR_PROGRAM.get(call.record.op, math.inf)
     name = role.partition("[")[0]
     op = call.record.op
-    return name in SCRATCH or (name, op) in PADDED or (name == "self" and torchs_name(op) in OVERWRITES)
+    return name in SCRATCH or (name, op) in PADDED or (name == "self" and not _reads_self(call))
+
+
+def _reads_self(call: StoredCall) -> bool:
+    name = torchs_name(call.record.op)
+    is_given = name == "bernoulli" and ("p" in call.values or "p" in (call.arguments or {}))
+    return not (is_given or name in OVERWRITES or name in LIKE)

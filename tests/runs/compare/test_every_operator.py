@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -95,4 +96,32 @@ def test_memory_that_a_call_fills_is_no_changed_operand(
         return runs.open_run(path)
 
     first = runs.diff(record(tmp_path / "a", 0.0, 0.0), record(tmp_path / "b", before, value)).first
+    assert (first and first.kind) == kind
+
+
+@pytest.mark.parametrize(
+    ("call", "kind"),
+    [
+        (lambda memory: torch.bernoulli(memory, 0.5), None),  # as dropout under vmap calls it
+        (lambda memory: torch.ops.aten.bernoulli.Tensor(memory, torch.full((3,), 0.5)), None),
+        (torch.ones_like, None),
+        (lambda memory: memory.new_full((2,), 3.0), None),
+        (torch.ops.aten.uniform.default, None),
+        (lambda memory: torch.ops.aten.copy.default(memory, torch.ones(3)), None),
+        (lambda memory: torch.bernoulli(memory), "changed operand"),
+        (torch.sign, "changed operand"),
+    ],
+    ids=["bernoulli.p", "bernoulli.Tensor", "ones_like", "new_full", "uniform", "copy", "bernoulli", "sign"],
+)
+def test_memory_of_which_a_call_takes_the_shape_is_no_changed_operand(
+    tmp_path: Path, call: Callable[[torch.Tensor], torch.Tensor], kind: str | None
+) -> None:
+    def record(path: Path, before: float) -> runs.Run:
+        memory = torch.full((3,), before)
+        torch.manual_seed(0)
+        with intercept(runs.RunRecorder(path), ops="all"):
+            call(memory)
+        return runs.open_run(path)
+
+    first = runs.diff(record(tmp_path / "a", 1.0), record(tmp_path / "b", 0.5)).first
     assert (first and first.kind) == kind
