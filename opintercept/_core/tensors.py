@@ -132,6 +132,11 @@ def tensors_in(output: Any) -> list[Any]:
     return [t for t in output if is_tensor(t)] if isinstance(output, (list, tuple)) else []
 
 
+def flat(value: Any) -> list[Any]:
+    """Return the items of lists and tuples inside one another; a value in a list of its own."""
+    return [each for part in value for each in flat(part)] if isinstance(value, (list, tuple)) else [value]
+
+
 def nested_tensors(value: Any) -> Iterator[Any]:
     """The tensors of arguments or outputs, also those in lists, tuples and dictionaries of them."""
     if is_tensor(value):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from opintercept._core.call import OpCall
-from opintercept._core.tensors import is_strided
+from opintercept._core.tensors import flat, is_strided
 
 _SCRIPT = '''"""{title}"""
 
@@ -98,8 +98,7 @@ def plain_arguments(
         "kwargs": {name: plain(value) for name, value in call.kwargs.items()},
     }
     if place is not None:
-        outputs = call.output if isinstance(call.output, (list, tuple)) else [call.output]
-        outputs = [parts.get(id(each), each) for each in outputs]
+        outputs = [parts.get(id(each), each) for each in flat(call.output)]
         strided = [each if isinstance(each, torch.Tensor) and is_strided(each) else None for each in outputs]
         found["outputs"] = [
             None if each is None else {"shape": list(each.shape), "memory": place(each)} for each in strided

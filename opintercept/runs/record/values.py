@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from opintercept._core.call import OpCall
-from opintercept._core.tensors import is_strided, share_memory
+from opintercept._core.tensors import flat, is_strided, share_memory
 from opintercept._kit.repro import plain_arguments
 from opintercept._ops.families import makes_values
 from opintercept._ops.scratch import FOR_PROGRAM, SCRATCH, UNREAD, UPDATED, UPDATES, torchs_name
@@ -69,7 +69,7 @@ class CallTensors:
 
     def overwritten(self, call: OpCall) -> Before:
         """Read the operands that the operator is about to overwrite."""
-        written = _flat(call.written)
+        written = flat(call.written)
         updated = UPDATED if torchs_name(call.op) in UPDATES else ()
         if not (written or updated) or self._mode == "none" or _is_unread(call):
             return {}
@@ -236,15 +236,10 @@ def tensors_of(call: OpCall, whole: bool, tokens: Mapping[int, torch.Tensor]) ->
         return []
     found = [(name, tensor) for name, tensor in _inputs(call, tokens).items() if whole or name not in SCRATCH]
     most = len(OUTPUTS) if not whole and call.op in FOR_PROGRAM else 99
-    for place, output in enumerate(_flat(call.output)[:most]):
+    for place, output in enumerate(flat(call.output)[:most]):
         if isinstance(output, torch.Tensor):
             found.append((role_of(place), tokens.get(id(output), output)))
     return found
-
-
-def _flat(value: Any) -> list[Any]:
-    """The items of a list of lists; a value in a list of its own."""
-    return [each for part in value for each in _flat(part)] if isinstance(value, (list, tuple)) else [value]
 
 
 def _is_unread(call: OpCall) -> bool:

@@ -57,6 +57,16 @@ def record(folder: Path) -> runs.Run:
     return runs.open_run(folder)
 
 
+def test_a_call_may_write_a_list_of_tensors_and_one_beside_it(tmp_path: Path) -> None:
+    gradients, found, scale = [torch.ones(2, 3), torch.ones(2)], torch.zeros(()), torch.tensor(0.5)
+    with intercept(runs.RunRecorder(tmp_path, tensors="full"), ops="all"):
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, scale)  # of a GradScaler
+    step = Program(runs.open_run(tmp_path), 0).steps[0]
+    assert [None if each is None else each.shape for each in step.outputs] == [(2, 3), (2,), ()]
+    written = {step.inputs[place][1].memory for place in step.written}
+    assert [each and each.memory in written for each in step.outputs] == [True] * 3
+
+
 def test_a_program_has_the_calls_that_compute(tmp_path: Path) -> None:
     program = Program(record(tmp_path / "run"), 0)
     assert [step.stored.record.op for step in program.steps[: program.backward]] == [
