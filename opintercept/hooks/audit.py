@@ -45,8 +45,8 @@ class Audit(Copyable, Table):
 
     It runs torch's profiler beside the block. On a GPU it adds up kernels and copies, by what launched them. If none
     ran there, it adds up operators on the CPU, and functions in C of extensions that were built with torch. An
-    operator that torch takes apart is counted by its parts, and what torch.compile does to compile is left out. Give
-    it a block without other hooks, and `ops="all"` unless the question is another one.
+    operator that torch takes apart is counted by its parts. What torch.compile does to compile is left out, and the
+    collector of garbage. Give it a block without other hooks, and `ops="all"` unless the question is another one.
 
     Args:
         steps: The steps to look at, counted from the first one in the block; all of them if left out.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch._C._autograd import DeviceType
 
 from opintercept import OpInterceptError, hooks, intercept
-from opintercept._engines.profiled.records import Unseen, read
+from opintercept._engines.profiled.records import COLLECTING, Unseen, read
 
 # A kernel that no operator holds: it takes addresses.
 FOREIGN = """
@@ -89,6 +90,37 @@ def test_operators_that_a_block_does_not_watch_are_listed_with_their_launches() 
     whole = audited(program)
     assert names(whole) == {}
     assert whole.share == 1.0
+
+
+def test_operators_under_vmap_count_by_what_runs_in_their_place() -> None:
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+    def program() -> None:
+        torch.func.vmap(torch.func.grad(lambda x: net(x).sum()))(torch.ones(5, 4))
+
+    audit = audited(program)
+    check_sum(audit)
+    assert names(audit).keys().isdisjoint(["aten::mm", "aten::tanh", "aten::tanh_backward", "aten::unsqueeze"])
+    products = audited(program, ops="matmul")
+    check_sum(products)
+    assert "aten::mm" not in names(products)
+    assert names(products)["aten::tanh"] > 0  # no other operator has run in its place that was seen
+
+
+def test_the_collector_of_garbage_is_no_part_of_an_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    host, _, compiling = read([Event(0, 100, "aten::mul"), Event(10, 80, COLLECTING)], False)
+    assert (host.rest, compiling) == ({Unseen("aten::mul", "operator", ""): (1, 20)}, 0)
+    marked: list[str] = []
+
+    def listed(events: Any, *others: Any) -> Any:
+        marked.extend(event.name() for event in events)
+        return read(events, *others)
+
+    monkeypatch.setattr("opintercept._engines.profiled.profiler.read", listed)
+    with intercept(hooks.Audit()):
+        gc.collect()
+    assert COLLECTING in marked
+    assert not any("opintercept" in getattr(each, "__module__", "") for each in gc.callbacks)
 
 
 @pytest.fixture(scope="module")

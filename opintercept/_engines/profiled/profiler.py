@@ -6,6 +6,7 @@ Invariant: neither profiler is on outside of `start` and `stop`, and a profile f
 
 from __future__ import annotations
 
+import gc
 import re
 import sys
 import threading
@@ -19,7 +20,7 @@ from torch.profiler import record_function
 
 from opintercept._core.errors import OpInterceptError
 from opintercept._engines.dynamo import keep_out
-from opintercept._engines.profiled.records import CALLED, SEEN, Ran, read
+from opintercept._engines.profiled.records import CALLED, COLLECTING, SEEN, Ran, read, watched
 
 _INDUCTORS = ".kernel"  # ends the names of modules that Inductor generates, whose function has that name, too
 # Modules of which no function in C holds kernels that torch does not record, and ours.
@@ -40,6 +41,8 @@ class Profiler:
         self._everywhere = everywhere
         self._torchs: Any = None
         self._functions: _Functions | None = None
+        self._watches: frozenset[str] | None = None
+        self._collecting: Any = None
         self.thread = 0
 
     def start(self) -> bool:
@@ -57,6 +60,7 @@ class Profiler:
         self._torchs = torch.profiler.profile(acc_events=True, experimental_config=config)
         self.thread = threading.get_ident()
         self._torchs.start()
+        gc.callbacks.append(self._collect)
         if sys.getprofile() is None:
             self._functions = _Functions()
             self._functions.start(self._everywhere)
@@ -64,7 +68,18 @@ class Profiler:
 
     def mark(self, op: str) -> Any:
         """A mark around a call that is seen, to be entered before it runs and left afterwards."""
+        if self._watches is None:
+            self._watches = watched()
         return _mark(f"{SEEN}{op}")
+
+    def _collect(self, phase: str, info: Any) -> None:
+        """Mark what the collector of garbage takes: some milliseconds, in whichever operator it comes."""
+        if phase == "start":
+            self._collecting = _mark(COLLECTING)
+            self._collecting.__enter__()
+        elif self._collecting is not None:
+            self._collecting.__exit__(None, None, None)
+            self._collecting = None
 
     def stop(self, replays: bool) -> tuple[Ran, Ran, int]:
         """End, in the thread that has begun.
@@ -77,9 +92,10 @@ class Profiler:
         """
         if self._functions is not None:
             self._functions.stop()
+        gc.callbacks.remove(self._collect)
         self._torchs.stop()
         # Not `events()`, which makes an object of Python for each, and leaves out what links kernels to launches.
-        return read(self._torchs.profiler.kineto_results.events(), replays)
+        return read(self._torchs.profiler.kineto_results.events(), replays, self._watches or ())
 
 
 class _Functions:

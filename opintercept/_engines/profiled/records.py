@@ -9,7 +9,7 @@ import functools
 import re
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,6 +20,8 @@ from opintercept._engines import overloads
 
 SEEN, CALLED = "opintercept saw ", "opintercept called "
 """What the names of marks begin with: around calls that are seen, and around functions in C that Python calls."""
+COLLECTING = "opintercept waited for the collector of garbage"
+"""The name of the mark around that, which may come in any operator that makes an object of Python."""
 
 _COMPILING = "(dynamo_timed)"  # ends the names of what torch.compile does before it runs anything
 _TO_PYTHON = ("PythonDispatchMode", "PythonSubclass")  # torch's records of what it hands to these
@@ -86,7 +88,8 @@ _MARK, _FUNCTION, _OPERATOR, _COMPILER, _OTHER = range(5)
 class _Host:
     """What ran on the host: events as trees, one for each thread, with parents before their children."""
 
-    def __init__(self, threads: Iterable[list[_Record]]) -> None:
+    def __init__(self, threads: Iterable[list[_Record]], watches: Container[str]) -> None:
+        self._watches = watches
         self.events: list[_Record] = []
         self.kinds: list[int] = []
         self.above: list[int] = []  # the operator, function or mark around each, or -1
@@ -97,6 +100,7 @@ class _Host:
             self._add(events)
         self.parts: set[int] = set()  # operators with operators inside
         self.passed_on: set[int] = set()  # operators that a mode or a subclass of tensors has got
+        self.around_seen: set[int] = set()  # operators with marks somewhere inside
         self.holders: set[int] = set()  # operators that are calls: what hooks run beside a mark lies in them, too
         for place, kind in enumerate(self.kinds):
             above = self.above[place]
@@ -106,6 +110,9 @@ class _Host:
                 self.parts.add(above)
                 if kind == _MARK and self.events[above].name == self.events[place].name.removeprefix(SEEN):
                     self.holders.add(above)
+            while kind == _MARK and above >= 0 and above not in self.around_seen:
+                self.around_seen.add(above)
+                above = self.above[above]
         self.states: list[str] = []
         for place, kind in enumerate(self.kinds):
             parent = self._parents[place]
@@ -156,7 +163,11 @@ class _Host:
 
     def _is_counted_by_parts(self, place: int) -> bool:
         """Whether an operator has left the work to others, which have events of their own."""
-        return place in self.passed_on or (place in self.parts and _is_composite(self.events[place]))
+        event = self.events[place]
+        if place in self.passed_on or (place in self.parts and _is_composite(event)):
+            return True
+        # By vmap, for one: had a kernel got it as it was called, it had been seen.
+        return place in self.around_seen and _overload_of(event) in self._watches
 
     def ran(self) -> tuple[Ran, int]:
         """What operators and functions took by themselves, and for how long torch.compile compiled."""
@@ -170,7 +181,7 @@ class _Host:
             around = self.states[parent] if parent >= 0 else "open"
             if kind == _MARK and state == "seen" and around != "seen":
                 ran.seen += event.end - event.start
-            elif kind == _COMPILER and around != "left out":
+            elif kind == _COMPILER and around != "left out" and event.name != COLLECTING:
                 compiling += event.end - event.start
             elif kind == _FUNCTION and state == "open":
                 ran.add(Unseen(event.name.removeprefix(CALLED), "function", ""), 1, own[place])
@@ -184,7 +195,7 @@ def _kind(name: str) -> int:
         return _MARK
     if name.startswith(CALLED):
         return _FUNCTION
-    if name.endswith(_COMPILING):
+    if name.endswith(_COMPILING) or name == COLLECTING:
         return _COMPILER
     return _OPERATOR if name in _names() else _OTHER
 
@@ -198,13 +209,25 @@ def _names() -> dict[str, list[str]]:
     return found
 
 
+def _overload_of(event: _Record) -> str:
+    return f"{event.name}.{event.overload}" if event.overload else event.name
+
+
 def _is_composite(event: _Record) -> bool:
     """Whether an operator of torch runs others, which are counted in its place."""
-    name = f"{event.name}.{event.overload}" if event.overload else event.name
+    name = _overload_of(event)
     return name.startswith(("aten::", "prims::")) and name in _names()[event.name] and overloads.is_made_of_others(name)
 
 
-def read(events: Iterable[Any], replays: bool) -> tuple[Ran, Ran, int]:
+def watched() -> frozenset[str]:
+    """The operators that a block sees where their kernels run, while it is open."""
+    # Private. Blocks have their kernels there. Those of torch are of factories, whose parts are counted.
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return frozenset(name for name in torch._C._dispatch_get_all_op_names() if has_kernel(name, "BackendSelect"))
+
+
+def read(events: Iterable[Any], replays: bool, watches: Container[str] = ()) -> tuple[Ran, Ran, int]:
+    """What ran on the host and on devices, and for how long torch.compile compiled. `watches` is as `watched()`."""
     _names.cache_clear()  # libraries may have come since
     threads: dict[int, list[_Record]] = defaultdict(list)
     launches: dict[int, _Record] = {}
@@ -219,7 +242,7 @@ def read(events: Iterable[Any], replays: bool) -> tuple[Ran, Ran, int]:
             launches[event.correlation] = event
         elif event.end >= event.start:
             threads[each.device_resource_id()].append(event)
-    host = _Host(threads.values())
+    host = _Host(threads.values(), watches)
     ran, compiling = host.ran()
     return ran, _on_devices(host, on_devices, launches, replays), compiling
 
