@@ -252,6 +252,12 @@ class Links:
                 return place  # no node is of this one: the newest is a custom Function's, such as a compiled graph's
             if not needed or other.needed or not other.sure:
                 if needed and function is None and not fresh and other.needed and other.sure and op != other.op:
+                    if other.op == "aten::clone" and op.endswith("_") and number - 1 not in links:
+                        # `clamp_` saves a clone of what it overwrites, with a node after its own.
+                        links[number - 1] = Link(index, op, self._round, operands, False, needed, wanted, made, memory)
+                        if place is not None:
+                            mine.places[number - 1] = place
+                        return place
                     mine.follow(number, place)
                 elif needed or (function is not None and not other.needed) or (inside and not other.sure):
                     # Inside of a wrapper, the first product belongs to the node. Others may have no node.

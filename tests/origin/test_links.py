@@ -414,6 +414,16 @@ def test_a_loss_is_linked_though_its_node_has_another_name(engine: dict[str, Any
 
 
 @pytest.mark.parametrize("engine", BELOW)
+def test_what_overwrites_a_tensor_that_it_saves_is_linked(engine: dict[str, Any]) -> None:
+    with intercept(recorder := hooks.Recorder(), ops="all", **engine):
+        (torch.randn(3, requires_grad=True) * 2).clamp_min_(0).sin_().sum().backward()
+    records = recorder.records
+    forward = {r.op.removeprefix("aten::"): r.index for r in records if r.phase == "forward"}
+    linked = {r.op.removeprefix("aten::"): r.forward for r in records if r.phase == "backward"}
+    assert (linked["cos"], linked["where"]) == (forward["sin_"], forward["clamp_min_"])
+
+
+@pytest.mark.parametrize("engine", BELOW)
 def test_two_products_inside_of_one_operator_are_not_told_apart(engine: dict[str, Any]) -> None:
     weight = TwoTensor(torch.randn(4, 4), torch.randn(4, 4)).requires_grad_()
     x = torch.randn(3, 4)
