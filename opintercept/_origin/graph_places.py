@@ -137,16 +137,34 @@ class GraphPlaces:
                 if sources.at(source, bases) is not None:
                     del wanted[source]
             frame = frame.f_back
-        module, root, _, _ = self._walk()
-        own, runs = _modules(around)[0], local_of(made, "self")
-        programs = graph is None and (own is None or _is_graph(runs)) and not (_is_dynamos(root) or _is_dynamos(runs))
-        if programs and module is not None and root is not None:  # a GraphModule that the program has made
-            path = trace.path if runs is module and trace.source is None else ()  # not in a module that the graph calls
-            return CallSite(self._labels.below(root, module, path), None, -1, trace.source_line), None
+        own = _modules(around)[0]
+        if (place := self._of_program(made, graph, own)) is not None:
+            return place, None
         place = self._place(trace, computed, around, again=phase == "recompute")
         if wanted and (own is None or any(base() is not own for base in bases.values())):
             return place, None
         return place, {root for its in traces if (root := sources.at(its.outermost, bases)) is not None}
+
+    def in_program(self, code: CodeType) -> CallSite | None:
+        """Return the place of a call in a GraphModule that the program has made; None if torch.compile has made it.
+
+        All calls with the same modules, code and instruction have it.
+        """
+        made = frame_of(code)
+        return None if made is None else self._of_program(made, compiled_graphs.graph_of(made)[0], _around(made)[0])
+
+    def _of_program(
+        self, made: FrameType, graph: compiled_graphs.Graph | None, own: torch.nn.Module | None
+    ) -> CallSite | None:
+        module, root, _, _ = self._walk()
+        runs = local_of(made, "self")
+        if graph is not None or (own is not None and not _is_graph(runs)) or _is_dynamos(root) or _is_dynamos(runs):
+            return None
+        if module is None or root is None:
+            return None
+        trace = compiled_graphs.forward(made, graph)
+        path = trace.path if runs is module and trace.source is None else ()  # not in a module that the graph calls
+        return CallSite(self._labels.below(root, module, path), None, -1, trace.source_line)
 
     def _named(self, root: torch.nn.Module, module: torch.nn.Module) -> _Named:
         return weakref.ref(root), weakref.ref(module), self._labels.names(root, module)

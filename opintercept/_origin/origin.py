@@ -55,7 +55,10 @@ class _Stack:
         """
         if code is not None and compiled_graphs.is_generated(code):
             if not compiled_graphs.is_wrapper(code):
-                return None
+                own = self.graphs.in_program(code)
+                if own is None or module is None or root is None or not self._labels.lasts(root, module):
+                    return None
+                return own, ()
             place, needs, kept = self.graphs.find("forward", code)
             return (place, needs) if kept else None
         if tells_parts(module):

@@ -11,6 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import sampled
@@ -340,6 +341,35 @@ def test_a_compiled_function_names_the_modules_that_it_calls(backend: str) -> No
     first, second = torch.ones(2, 4), torch.ones(2, 4)
     eager = places(lambda: step(one, two, first).sum().backward())
     assert places(lambda: compiled(one, two, second).sum().backward()) == eager
+
+
+@needs_compiler
+def test_a_graph_module_of_the_program_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: Any = nn.ModuleDict({"first": nn.Linear(4, 4), "second": nn.Linear(4, 4)})
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lines = lines
+
+        def forward(self, x: Tensor) -> Any:
+            return lines["first"](x).relu() @ lines["second"].weight
+
+    traced = torch.fx.symbolic_trace(Both())
+    model, x = nn.Sequential(traced, traced, torch.fx.symbolic_trace(nn.Linear(4, 4))), torch.ones(2, 4)
+    asked = Mock(wraps=GraphPlaces.in_program)
+    monkeypatch.setattr(GraphPlaces, "in_program", lambda self, code: asked(self, code))
+    named, counts = [], []
+    for engine in ("kernel", "compiled"):
+        with torch.no_grad(), intercept(recorder := hooks.Recorder(), ops="all", engine=engine):
+            for _ in range(3):
+                model(x)
+                counts.append(asked.call_count)
+        named.append([(each.op, each.module) for each in recorder.records])
+    assert named[0] == named[1]
+    assert [name for op, name in named[1][:4] if op != "aten::t"] == ["0.lines.first", "0", "0"]
+    assert counts[:3] == [0, 0, 0]
+    assert counts[3] == counts[5] > 0
 
 
 current = nn.Module()  # of the test below
