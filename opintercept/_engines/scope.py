@@ -350,16 +350,18 @@ def unseen_calls() -> int:
     return state.unseen + state.unseen_by_compiled()
 
 
-def _let_threads_end() -> None:
-    # A thread releases its scope, for which it takes the GIL, after Python has joined it. If the interpreter is
-    # shutting down by then, taking the GIL aborts the process.
+def let_threads_end() -> None:
+    """Wait until threads that Python has joined have released their scopes; called before the interpreter shuts down.
+
+    They take the GIL for that, which later aborts the process.
+    """
     alive = {str(thread.native_id) for thread in threading.enumerate()}
     end = time.monotonic() + 0.1  # torch's own threads stay
     while (_holders - alive) & native_threads() and time.monotonic() < end:
         time.sleep(0.001)
 
 
-atexit.register(_let_threads_end)
+atexit.register(let_threads_end)
 
 
 def current() -> Scope:

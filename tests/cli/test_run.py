@@ -825,6 +825,26 @@ def test_a_filter_that_matches_nothing_warns_once_even_if_warnings_are_errors(tm
         assert "opintercept: 0 calls, " in err
 
 
+def test_the_thread_that_writes_has_ended_before_the_last_wait_for_threads(tmp_path: Path) -> None:
+    program = """
+        import threading
+        import torch
+        from opintercept._engines import scope
+
+        wait = scope.let_threads_end
+
+        def told():
+            print([each.name for each in threading.enumerate() if each.name.startswith("opintercept writes")])
+            wait()
+
+        scope.let_threads_end = told
+        torch.ones(2, 2) @ torch.ones(2, 2)
+    """
+    name = script(tmp_path, program)
+    done = run_python(*OURS, "--out", "run", name, cwd=tmp_path, check=True)
+    assert done.stdout == "[]\n"
+
+
 def test_each_rank_records_a_folder_and_rank_0_reports(tmp_path: Path) -> None:
     program = """
         import os, torch

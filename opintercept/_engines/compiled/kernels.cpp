@@ -8,6 +8,7 @@
 
 #include "../../_native/remembered.h"
 #include "../../_native/values.h"
+#include "ring.h"
 
 #include <ATen/autocast_mode.h>
 #include <ATen/record_function.h>
@@ -97,7 +98,16 @@ PyObject* opintercept::wrapped(const at::Tensor& tensor) {
 }
 
 opintercept::ScopePtr opintercept::shared(PyObject* scope) {
-  return std::make_shared<c10::SafePyObject>(Py_NewRef(scope), getPyInterpreter());
+  // A thread releases its scope when the system ends it, which may be while the interpreter shuts down: Python would then
+  // end a thread that takes its lock, and with that the process.
+  auto release = [](c10::SafePyObject* owner) {
+    PyObject* owned = owner->release();
+    delete owner;
+    if (Py_IsInitialized()) {
+      give_up({owned});
+    }
+  };
+  return {new c10::SafePyObject(Py_NewRef(scope), getPyInterpreter()), release};
 }
 
 PyObject* opintercept::object_of(const ScopePtr& scope) {

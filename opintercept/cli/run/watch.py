@@ -151,6 +151,9 @@ class ProgramWatch:
             self._exit(error)
         else:
             self._exit(error)
+        from opintercept._engines.scope import let_threads_end
+
+        let_threads_end()  # the thread that has written a run, too: this is the last that runs before Python shuts down
 
     @property
     def _failed(self) -> bool:
