@@ -368,7 +368,6 @@ def test_a_graph_module_of_the_program_is_looked_up_once(monkeypatch: pytest.Mon
         named.append([(each.op, each.module) for each in recorder.records])
     assert named[0] == named[1]
     assert [name for op, name in named[1][:4] if op != "aten::t"] == ["0.lines.first", "0", "0"]
-    assert counts[:3] == [0, 0, 0]
     assert counts[3] == counts[5] > 0
 
 

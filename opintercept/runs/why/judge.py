@@ -547,7 +547,8 @@ class Judge(Both):
         alone = [step for step in self.a.steps if step.number in self.a.active and step.number in self.last.made]
         lines: dict[Any, Place] = {}
         for step in alone:
-            if step.number not in self.last.joined and step.number not in self._accused:
+            has = all(each is not None and self.joints.has_bits(self.a.program, each) for each in step.outputs)
+            if not has and step.number not in self.last.joined and step.number not in self._accused:
                 lines.setdefault((step.stored.record.module, step.stored.record.source), place_of(step))
         return tuple(lines.values())
 

@@ -40,6 +40,19 @@ def test_the_same_program_twice_is_equal(tmp_path: Path) -> None:
     assert (found.verdict, found.causes, found.equal) == ("equal", (), True)
 
 
+def test_numbers_of_the_same_program_are_not_written_otherwise(tmp_path: Path) -> None:
+    one, two, x = layers()
+
+    def program() -> None:
+        hidden = one(x)
+        for _ in range(3):
+            hidden = hidden + torch.maximum(torch.tensor(1.0), hidden.square().mean().sqrt()) * hidden
+        two(hidden)
+
+    found = why(tmp_path, program, program)
+    assert (found.verdict, found.rewritten) == ("equal", ())
+
+
 def test_a_number_of_a_call_is_named_with_its_share_of_the_loss(tmp_path: Path) -> None:
     one, two, x = layers()
 
