@@ -6,7 +6,7 @@ Invariant: an overload that no call could reach is left out of the family, and r
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -23,8 +23,12 @@ Overloads = Mapping[str, torch._ops.OpOverload]
 
 
 def is_composite(overload: torch._ops.OpOverload) -> bool:
-    """Whether torch takes the overload apart above autograd, before dispatch level could see it."""
-    return bool(has_kernel(overload.name(), "CompositeImplicitAutograd"))  # type: ignore[misc]
+    """Whether torch takes the overload apart above autograd, before dispatch level could see it.
+
+    It does not on devices for which an overload has a kernel, too, such as `silu_backward` on CPUs.
+    """
+    name, has = overload.name(), cast("Any", has_kernel)
+    return bool(has(name, "CompositeImplicitAutograd")) and not any(has(name, key) for key in _DENSE)
 
 
 def is_made_of_others(name: str) -> bool:
@@ -54,6 +58,7 @@ _BACKENDS = (
     "NestedTensorCPU", "NestedTensorCUDA", "MkldnnCPU", "Vulkan", "Metal", "IPU", "VE", "Lazy",
 )
 # fmt: on
+_DENSE = ("CPU", "CUDA")
 
 
 # The packets of other libraries that blocks watch, by name, each with the namespace that has it while it is loaded.
@@ -168,7 +173,8 @@ def everything(but: Collection[str], among: frozenset[str] | None = None) -> Ove
     """
     if among is None:
         names = {name for key in _BACKENDS for name in registered(key)}
-        names.difference_update(registered("CompositeImplicitAutograd"))
+        apart = {*registered("CompositeImplicitAutograd")}
+        names -= apart.difference(*map(registered, _DENSE))
         bare = [key for key, row in ROWS.copy().items() if row.kind == "bare"]
         names.update(overload.name() for key in bare for overload in overloads(key))
     else:

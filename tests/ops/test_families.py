@@ -88,10 +88,21 @@ def test_everything_belongs_to_torch_or_to_a_loaded_library() -> None:
     assert len(everything) > 2000
     known = set(torch._C._dispatch_get_all_op_names())
     assert set(everything) <= known
-    assert set(everything).isdisjoint(
-        torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
+    composite, dense = (
+        {name for key in keys for name in torch._C._dispatch_get_registrations_for_dispatch_key(key)}
+        for keys in (("CompositeImplicitAutograd",), ("CPU", "CUDA"))
     )
+    assert set(everything).isdisjoint(composite - dense)
     assert not [name for name in everything if name.startswith(("profiler::", "aten::lift_fresh"))]
+
+
+@pytest.mark.parametrize("activation", ["silu", "mish"])
+def test_a_backward_that_other_devices_take_apart_is_shown(activation: str) -> None:
+    seen: list[str] = []
+    x = torch.ones(3, requires_grad=True)
+    with intercept(lambda call: seen.append(call.op), ops="all"):
+        getattr(torch.nn.functional, activation)(x).sum().backward()
+    assert f"aten::{activation}_backward" in seen
 
 
 @pytest.mark.parametrize("family", FAMILIES)
