@@ -94,6 +94,7 @@ class Counterparts:
         for step in b.steps:
             if (made := joints.made_by(step)) is not None:
                 self._named[step.operator, math.prod(made.region.shape)].append(step)
+        self._parts: dict[int, list[int]] = {}  # results of A that are parts of one, which B has
         self.ends = self._paired_ends()
 
     @functools.cached_property
@@ -159,6 +160,20 @@ class Counterparts:
                 if other is not None and (made := self.joints.made_by(other)) is not None:
                     found[number] = made
                     left.remove(other)
+        if self.partial:
+            return found
+        mine = [*_results(self.a, [end for end in self.a.ends if end not in found])]
+        theirs = [
+            (self.joints.add_parts([self.b.steps[number] for number in numbers]), numbers)
+            for numbers in _results(self.b, [step.number for step in left])
+        ]
+        for numbers in reversed(mine):
+            size = sum(self._size(self.a.steps[number]) for number in numbers)
+            fitting = (each for each in reversed(theirs) if math.prod(each[0].region.shape) == size)
+            if (pair := next(fitting, None)) is not None and len(numbers) + len(pair[1]) > 2:
+                theirs.remove(pair)
+                found |= dict.fromkeys(numbers, pair[0])
+                self._parts |= dict.fromkeys(numbers, numbers)
         return found
 
     def weight_rows(self, number: int) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -253,8 +268,13 @@ class Counterparts:
             return Counterpart(number, Joint(made, values, whole=False), pieces[0].step, "result")
         tensor = self.ends[number]
         step = self.b.steps[tensor.makers[-1]] if tensor.makers else None
+        parts = self._parts.get(number, [number])
+        if len(parts) > 1:
+            regions = (own for each in parts if (own := self.a.steps[each].outputs[0]) is not None)
+            base = torch.stack([self.a.program.value(each).double() for each in regions])
         values = nearest(self.joints.values(tensor), base, share=self.joints.share)
-        return Counterpart(number, Joint(tensor, values), step, "result")
+        values = values[parts.index(number)] if len(parts) > 1 else values
+        return Counterpart(number, Joint(tensor, values, whole=len(parts) == 1), step, "result")
 
     def _size(self, step: Step) -> int:
         """How many numbers B has of what a call of A makes."""
@@ -289,9 +309,10 @@ class Counterparts:
                 or updates(step) != updates(other)
             ):
                 continue
+            known = leaves if other.number in used else []  # which another call of A makes, of its own weights
             if all(
                 place < len(other.inputs) and joint is not None and self.reads(other.inputs[place][1], joint)
-                for place, joint in mine
+                for place, joint in (*mine, *known)
             ):
                 candidates.append(other)
         if not candidates:
@@ -786,6 +807,15 @@ def _lhs(step: Step) -> Region | None:
 def _likeness(step: Step) -> tuple[str, str | None, int]:
     """What calls have in common that may belong to each other."""
     return step.operator, module_name(step.stored.record.module), _size(step)
+
+
+def _results(flow: Flow, ends: list[int]) -> Iterable[list[int]]:
+    """The results among some, of which those are one that fill a memory part by part, in the order of the parts."""
+    memories: dict[Any, dict[int, int]] = defaultdict(dict)
+    for number in ends:
+        if (region := flow.steps[number].outputs[0]) is not None and region.name is not None:
+            memories[region.memory, region.shape, region.stride][region.offset] = number
+    return [[parts[offset] for offset in sorted(parts)] for parts in memories.values()]
 
 
 def _size(step: Step) -> int:

@@ -18,7 +18,7 @@ import torch
 
 from opintercept._values import rounding
 from opintercept._values.stats import Values
-from opintercept.runs.program.program import Program, Region, Step
+from opintercept.runs.program.program import Program, Region, Step, contiguous
 from opintercept.runs.store.codec import role_of
 from opintercept.runs.why.flow import is_real
 from opintercept.runs.why.layouts import Layout, Share, layouts
@@ -109,6 +109,7 @@ class Joints:
         self._by_content: dict[tuple[str, str], Tensor] = {}
         self._bits: set[tuple[str, str]] = set()
         self._rows: dict[int, _Rows | None] = {}
+        self._parts: dict[str, list[Region]] = {}
         self._cache: dict[str, torch.Tensor] = {}
         self._cached = 0
         for step in steps:
@@ -134,6 +135,19 @@ class Joints:
                 self._by_content.setdefault((content_of(region.name), kind), found)
         return found
 
+    def add_parts(self, steps: list[Step]) -> Tensor:
+        """The tensor that calls fill part by part, and that no call reads; of one call, what it makes."""
+        parts = [region for step in steps if (region := step.outputs[0]) is not None]
+        made = self._by_name[str(parts[0].name)]
+        if len(parts) == 1:
+            return made
+        name, shape = f"parts of {parts[0].memory} from {made.region.name}", (len(parts), *parts[0].shape)
+        self._parts[name] = parts
+        whole = self._by_name[name] = Tensor(Region(name, shape, -1, 0, contiguous(shape)), made.dtype)
+        whole.makers = [step.number for step in steps]
+        self._by_size[math.prod(shape)].append(whole)
+        return whole
+
     def of(self, region: Region | None) -> Tensor | None:
         """B's tensor of a region."""
         return None if region is None or region.name is None else self._by_name.get(region.name)
@@ -151,7 +165,8 @@ class Joints:
         name = tensor.region.name
         assert name is not None
         if name not in self._cache:
-            read = self.program.value(tensor.region).double()
+            parts = [self.program.value(each).double() for each in self._parts.get(name, (tensor.region,))]
+            read = torch.stack(parts) if len(parts) > 1 else parts[0]
             if self._cached + read.numel() > _CACHED:
                 self._cache.clear()
                 self._cached = 0
@@ -276,7 +291,8 @@ class Joints:
         wide = [
             each
             for each in self._by_name.values()
-            if len(each.region.shape) > 1 and width in _widths(each.region.shape) and not each.region.weight
+            if (len(each.region.shape) > 1 or each.makers) and width in _widths(each.region.shape)
+            if not each.region.weight
             if not each.moments(self)[2]
         ]
         size = sum(math.prod(each.region.shape) for each in wide)

@@ -294,13 +294,14 @@ class Judge(Both):
     def _goes_on(self, sweep: Sweep, number: int, known: set[int]) -> bool:
         """Whether B computes something else of a result of A, and has that as its result."""
         end, joint = self.counterparts.ends.get(number), sweep.joined[number]
+        tensors = (joint.tensor, *joint.others)
         return (
             end is not None
             and number not in self.forced
             and bool(end.makers)
             and not {*end.makers} & known
-            and not any(self.b.is_end(maker, joint.tensor.region) for maker in joint.makers)
-            and math.prod(end.region.shape) == math.prod(joint.tensor.region.shape)  # and no part, of other samples
+            and not any(self.b.is_end(maker, each.region) for each in tensors for maker in each.makers)
+            and math.prod(end.region.shape) == sum(math.prod(each.region.shape) for each in tensors)  # and no part
         )
 
     def _bad(self, sweep: Sweep, ends: set[int]) -> set[int]:

@@ -342,6 +342,21 @@ def test_a_loss_that_agrees_by_chance_does_not_hide_logits(tmp_path: Path) -> No
     assert [cause.kind for cause in found.causes] == ["weight"]
 
 
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_a_result_that_is_filled_part_by_part_is_compared(factor: float, turned: bool, tmp_path: Path) -> None:
+    one, _, x = layers()
+
+    def filled() -> None:
+        made = torch.empty(6, 16)
+        for token, row in zip(x, made, strict=True):
+            row.copy_((one.weight @ token).tanh() * factor)
+
+    programs: list[Program] = [lambda: (x @ one.weight.T).tanh(), filled]
+    found = why(tmp_path, *(programs[::-1] if turned else programs))
+    assert (found.equal, bool(found.causes)) == (factor == 1, factor != 1)
+
+
 def test_numbers_that_are_not_finite_in_one_program_are_accused(tmp_path: Path) -> None:
     weight, broken = torch.ones(16, 4), torch.ones(16, 4)
     broken[2, 1] = torch.nan
