@@ -113,6 +113,7 @@ class Judge(Both):
         self._accused: dict[int, _Head] = {}
         self._blind: set[int] = set()
         self._fused = {step.number for step in self.a.steps if step.stored.record.ops is not None}  # see `Unfused`
+        self._states: set[int] = set()  # last ones of loops, which B keeps in another form
         self._unscaled: set[int] = set()  # last products that B may scale behind them
         self._wrong: set[int] = set()  # the calls of which B has what A does not make
         self._heads: list[_Head] = []
@@ -215,7 +216,18 @@ class Judge(Both):
                     continue
             if not made.ratio(values, end.joint.tensor.unit) <= LIMIT and not self.joints.has_noise(made):
                 (self._unscaled if self._is_unscaled(sweep, number, end.joint) else found).add(number)
-        return {number for number in found if not self._only_chooses(number, found)}
+        self._states = {number for number in found if self._comes_of_none(sweep, number, found)}
+        return {number for number in found - self._states if not self._only_chooses(number, found)}
+
+    def _comes_of_none(self, sweep: Sweep, number: int, bad: set[int]) -> bool:
+        """Whether a result is the last state of a loop, and all that A makes of such a state before agrees with B."""
+        step = self.a.steps[number]
+        like = [each for each in self.a.steps[:number] if line_of(each) == line_of(step)]
+        if not like or like[-1].number in sweep.joined.keys() | self._accused.keys() or number in self.a.program.roots:
+            return False
+        after = self.a.after([like[-1].number]) & {*self.results}
+        last = {end for end in bad if any(line_of(each) == line_of(self.a.steps[end]) for each in self.a.steps[:end])}
+        return bool(after & sweep.joined.keys()) and after <= last | sweep.joined.keys()
 
     def _only_chooses(self, number: int, bad: set[int]) -> bool:
         """Whether A only chooses by a result, B by that of another operator, and the choice or what follows agrees."""
@@ -522,9 +534,12 @@ class Judge(Both):
         yield from self.counterparts.reasons
         if (share := self.joints.share) is not None:
             yield f"B computes {len(share.kept)} of {counted(share.samples, 'part')} of A's batch, and no other"
-        if unpaired:
-            names = ", ".join(str(place_of(self.a.steps[each])) for each in unpaired[:4])
-            yield f"results of A without a counterpart in B, not compared: {names}"
+        for ends, which in (
+            (unpaired, "results of A without a counterpart in B, not compared"),
+            (sorted(self._states), "states after the last step of a loop, which B keeps in another form, not compared"),
+        ):
+            if ends:
+                yield f"{which}: {', '.join(str(place_of(self.a.steps[each])) for each in ends[:4])}"
         for found, why in (
             (self.taken, "taken as recorded, since A's own replay makes something else"),
             (self._blind, "not compared, since they cannot be computed from what B has"),

@@ -357,6 +357,25 @@ def test_a_result_that_is_filled_part_by_part_is_compared(factor: float, turned:
     assert (found.equal, bool(found.causes)) == (factor == 1, factor != 1)
 
 
+def test_the_last_state_of_a_loop_that_has_another_form_accuses_nobody(tmp_path: Path) -> None:
+    one, two, x = layers()
+
+    def program(form: float) -> Program:
+        def loop() -> Any:
+            state, made = torch.zeros(16), []
+            for token in one(x):
+                made.append((state * (2 / form)).sin())
+                state = state * 0.5 + token * form
+            return two(torch.stack(made))
+
+        return loop
+
+    found = why(tmp_path, program(1), program(3))
+    assert (found.verdict, found.causes) == ("rounding", ())
+    assert any("the last step of a loop" in note and "add" in note for note in found.notes)
+    assert why(tmp_path / "others", program(1), lambda: program(3)().tanh()).causes
+
+
 def test_numbers_that_are_not_finite_in_one_program_are_accused(tmp_path: Path) -> None:
     weight, broken = torch.ones(16, 4), torch.ones(16, 4)
     broken[2, 1] = torch.nan
