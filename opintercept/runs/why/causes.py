@@ -40,8 +40,8 @@ _MOST = 3  # changes that are named
 _PRODUCTS = frozenset(("mm", "addmm", "linear", "bmm", "baddbmm", "matmul", "convolution"))
 _PLAIN = (  # B's own numbers, tensors and calls
     *(other_operands.weights, other_arguments.arguments, other_arguments.theirs, other_arguments.together),
-    *(other_operands.draws, other_operands.tensors, other_operands.tables, other_operands.reads, other_operands.parts),
-    *(other_operators.calls, unrecorded.parameters, unrecorded.rows),
+    *(other_operands.draws, other_operands.tensors, other_operands.tables, other_operands.states),
+    *(other_operands.reads, other_operands.parts, other_operators.calls, unrecorded.parameters, unrecorded.rows),
 )
 _OTHERS = (  # other operators, roundings and numbers
     *(other_operators.operators, other_operators.functions, other_operators.not_updated, other_operators.left_out),

@@ -432,11 +432,12 @@ class Judge(Both):
         return first is None or any(step.stored.record.phase != "backward" for step in calls)
 
     def _grouped(self) -> tuple[list[Cause], list[Cause], Loss | None]:
-        """The causes, of which those of the same words are one, and what is coarser throughout."""
+        """The causes, of which those of one line and the same words are one, and what is coarser throughout."""
         groups: dict[Any, list[_Head]] = {}
         for head in map(self._placed, self._heads):
             line = None if head.uniform else head.cause.place.source
-            groups.setdefault((head.cause.what, line) if head.cause.what else head.numbers[0], []).append(head)
+            what = head.cause.what or (head.cause.place.op, head.cause.place.module)
+            groups.setdefault((what, line), []).append(head)
         told = [
             (
                 replace(heads[0].cause, also=tuple(head.cause.place for head in heads[1:])),

@@ -61,6 +61,15 @@ def attended(function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Program:
     return lambda: function(X @ W, X @ V, X @ (W + V)) @ OUT
 
 
+def divergence(p: Tensor, q: Tensor) -> Tensor:
+    p, q = p.log_softmax(-1), q.log_softmax(-1)
+    return p.exp() * (p - q)
+
+
+def cosines(positions: Tensor) -> Tensor:
+    return torch.outer(positions, 100.0 ** -(torch.arange(4) / 4)).cos()
+
+
 def dropped(seed: int) -> Program:
     def drop(x: Tensor) -> Tensor:
         with torch.random.fork_rng():
@@ -129,6 +138,16 @@ CHANGES = {
         attended(lambda q, k, v: attention(q, k, k) + v),
         ("operand", "reads the result of mm (test_causes.py:{q}) where A reads that of mm (test_causes.py:{q})"),
     ),
+    "two in each other's place, of which one is read twice": (
+        attended(lambda q, k, v: divergence(q, k)),
+        attended(lambda q, k, v: divergence(k, q)),
+        ("operand", "exchanges the results of _log_softmax (test_causes.py:{p}) and _log_softmax (test_causes.py:{p})"),
+    ),
+    "constants, where they begin to differ": (
+        between(lambda x: x * torch.cat([cosines(torch.arange(6) / 4)] * 2, -1)),
+        between(lambda x: torch.cat([each * cosines(torch.arange(6) * 4.0) for each in x.chunk(2, -1)], -1)),
+        ("operand", "has other constants or positions, of div"),
+    ),
     "another row": (
         between(lambda x: x[0:1]),
         between(lambda x: x[2:3]),
@@ -146,7 +165,8 @@ CHANGES = {
 def test_causes_names_the_change(name: str, tmp_path: Path) -> None:
     one, other, (kind, what) = CHANGES[name]
     cause = only(told(tmp_path, one, other))
-    lines = {"x": between.__code__.co_firstlineno + 2, "q": attended.__code__.co_firstlineno + 1}
+    first = {"x": between, "q": attended, "p": divergence}
+    lines = {name: each.__code__.co_firstlineno + 1 + (name == "x") for name, each in first.items()}
     assert (cause.kind, cause.what) == (kind, what.format(**lines))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -14,11 +14,20 @@ from opintercept.runs.program.evaluate import Edit, moves
 from opintercept.runs.program.program import Region, Step, in_double
 from opintercept.runs.why.answer import CauseKind, Place
 from opintercept.runs.why.changes.accused import Accused
-from opintercept.runs.why.changes.edits import Change, Edits, constant, replaced, swapped, with_operand
+from opintercept.runs.why.changes.edits import (
+    Change,
+    Edits,
+    constant,
+    replaced,
+    swapped,
+    with_arguments,
+    with_operand,
+)
 from opintercept.runs.why.changes.wording import (
     LONGEST,
     apart,
     biases_of,
+    differing,
     left_out_words,
     name_of,
     operand_words,
@@ -26,7 +35,7 @@ from opintercept.runs.why.changes.wording import (
     weight_words,
 )
 from opintercept.runs.why.counterparts import nearest, updates, weight_place
-from opintercept.runs.why.flow import LEAF
+from opintercept.runs.why.flow import LEAF, Flow
 
 
 def weights(accused: Accused) -> Iterator[Change]:
@@ -41,7 +50,7 @@ def weights(accused: Accused) -> Iterator[Change]:
         if any(updates(each) for each in own):
             continue  # these are the cause, and not their result
         kind, words = weight_words(*found)
-        rank = 2 if own else 0  # what makes it says more
+        rank = 5 if own else 0  # what makes it says more
         end, base = accused.end, accused.spread.base
         if end.number != step.number and base.dim() and base.shape[-1] == len(found[0]):  # with its adapters
             x = accused.given(step)[min(step.reads - {place, *biases_of(step)})].double()
@@ -145,25 +154,78 @@ def tables(accused: Accused) -> Iterator[Change]:
     sizes = {size: region for (_, size), region in tables.items()}
     for step in accused.steps:
         given = [*accused.given(step)]
-        changed = False
         for place, writers in enumerate(judge.a.writers[step.number]):
             makers = writers - {LEAF}
             if len(makers) != 1 or makers & judge.a.active or place not in step.reads:
                 continue
             (maker,) = makers
             name = judge.a.steps[maker].operator
-            region = tables.get((name, given[place].numel())) or sizes.get(given[place].numel())
+            own, size = given[place], given[place].numel()
+            region = tables.get((name, size)) or sizes.get(size)
+            halves = own.chunk(2, -1) if region is None and own.dim() else ()
+            if len(halves) == 2 and torch.equal(*halves):  # as cosines for both halves of a head
+                region = tables.get((name, size // 2)) or sizes.get(size // 2)
             if region is None or step.number not in judge.a.active:
                 continue
-            value = in_double(judge.b.program.value(region)).reshape(given[place].shape)
+            value = in_double(judge.b.program.value(region))
+            value = (
+                value.reshape(own.shape)
+                if value.numel() == size
+                else torch.cat([value.reshape(halves[0].shape)] * 2, -1)
+            )
             if not torch.equal(value, given[place]):
                 edits[step.number] = replaced(edits.get(step.number), place, value)
-                names[name] = None
-                changed = True
-        first = step if changed and first is None else first
+                origin = _origin(accused, maker)
+                names[name_of(origin)] = None
+                first = origin if first is None else first
     if first is not None:
         words = f"has other constants or positions, of {' and '.join(names)}"
         yield Change(2, "operand", words, first, edits)
+
+
+def _origin(accused: Accused, maker: int) -> Step:
+    """The first call that leads to a constant of A and makes what no call of B's constants does."""
+    judge, sizes = accused.judge, set[int]()
+
+    def made(flow: Flow, numbers: Iterable[int]) -> Iterator[tuple[Step, torch.Tensor]]:
+        for step, region in ((flow.steps[each], region) for each in numbers for region in flow.steps[each].outputs[:1]):
+            size = 1 if region is None or region.name is None else math.prod(region.shape)
+            if size > 1 and region is not None and (flow is judge.a or size in sizes):
+                yield step, in_double(flow.program.value(region)).double().flatten().sort()[0]
+
+    mine = [*made(judge.a, sorted(judge.a.before([maker])))]
+    sizes |= {len(value) for _, value in mine}
+    theirs = [*made(judge.b, (step.number for step in judge.b.steps if step.number not in judge.b.active))]
+    for step, value in mine:
+        same = (other for _, other in theirs if other.shape == value.shape)
+        if not any(torch.allclose(value, other, 1e-5, 1e-7, equal_nan=True) for other in same):
+            return step
+    return judge.a.steps[maker]
+
+
+def states(accused: Accused) -> Iterator[Change]:
+    """B's states for those that A's calls go on from, as the moments of an optimizer, and its counts of steps, too."""
+    judge, given, counts, zero, left = accused.judge, dict[int, Edit](), dict[int, Edit](), True, [*accused.steps_b]
+    first: Step | None = None
+    for step in accused.steps:
+        other = next((each for each in left if each.operator == step.operator), None)
+        if other is None or updates(step) != updates(other):
+            continue
+        left.remove(other)
+        counts |= with_arguments([step], {name: theirs for name, (_, theirs) in differing(step, other).items()})
+        for place in step.written & step.reads if not updates(step) else ():
+            own, region = accused.given(step)[place], dict(other.inputs).get(step.inputs[place][0])
+            if judge.a.writers[step.number][place] & (accused.part | {LEAF}) or region is None or region.name is None:
+                continue
+            value = in_double(judge.b.program.value(region))
+            if value.shape == own.shape and not torch.equal(value, own):
+                given[step.number] = replaced(given.get(step.number), place, value)
+                counts[step.number] = replaced(counts[step.number], place, value)
+                first, zero = first or step, zero and not bool(value.any())
+    if first is not None:
+        what = f"has {'states of zero' if zero else 'other states'} where A goes on from those of an earlier step"
+        yield Change(1, "operand", what, first, given)
+        yield Change(1, "operand", f"{what}, and counts other steps", first, counts)
 
 
 def draws(accused: Accused) -> Iterator[Change]:
@@ -290,11 +352,13 @@ def exchanged_results(accused: Accused) -> Iterator[Change]:
     for first, second in itertools.combinations(read, 2):
         given = [[accused.given(step)[place] for step, place in read[number]] for number in (first, second)]
         pairs = [*zip(*given, strict=False)]
-        if len(given[0]) != len(given[1]):
-            continue
-        if all(one.shape == two.shape for one, two in pairs):
+        if len({each.shape for values in given for each in values}) == 1:
+            turned = [given[1][0]] * len(given[0]), [given[0][0]] * len(given[1])
+        elif len(given[0]) == len(given[1]) and all(one.shape == two.shape for one, two in pairs):
             turned = [two for _, two in pairs], [one for one, _ in pairs]
-        elif all(one.dim() > 1 and one.mT.shape == two.shape for one, two in pairs):  # scores of q and k
+        elif len(given[0]) == len(given[1]) and all(
+            one.dim() > 1 and one.mT.shape == two.shape for one, two in pairs
+        ):  # scores of q and k
             turned = [two.mT for _, two in pairs], [one.mT for one, _ in pairs]
         else:
             continue
