@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import blind_pairs
+import everyday_pairs
 import fresh_pairs
 import idiom_pairs
 import pairs
@@ -22,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 PAIRS: list[Pair] = [
     *(*pairs.PAIRS, *reported_pairs.PAIRS, *fresh_pairs.PAIRS),
-    *(*blind_pairs.PAIRS, *styled_pairs.PAIRS, *idiom_pairs.PAIRS),
+    *(*blind_pairs.PAIRS, *styled_pairs.PAIRS, *idiom_pairs.PAIRS, *everyday_pairs.PAIRS),
 ]
 
 

@@ -31,6 +31,7 @@ from outcomes import Outcome, Pair, Recorded, outcome, recorded
 from opintercept import runs
 
 SETS = {
+    "everyday": "everyday_pairs",
     "idioms": "idiom_pairs",
     "styled": "styled_pairs",
     "suite": "pairs",
