@@ -30,10 +30,10 @@ class Weights {
     bool operator==(const Key&) const = default;
   };
 
-  // Of a matrix whose writes torch counts, which those of inference mode are not.
+  // Of a strided matrix whose writes torch counts, which those of inference mode are not.
   static std::optional<Key> key_of(const at::Tensor& weight, uint64_t of) {
     const c10::VariableVersion& counter = counter_of(weight);
-    if (weight.dim() != 2 || !counter.enabled()) {
+    if (weight.layout() != c10::kStrided || weight.dim() != 2 || !counter.enabled()) {
       return std::nullopt;
     }
     // torch has no function that tells counters apart, but a pointer to the counter is all that is in it.
