@@ -21,12 +21,11 @@ from opintercept._core.record import Phase
 from opintercept._ops.patched_functions import is_patched
 from opintercept._ops.table import OWN, ROWS, row_of
 from opintercept._origin.compiled_graphs import GraphCallSite
-from opintercept._origin.stack import custom_function, in_checkpoint
+from opintercept._origin.stack import current_node, custom_function, in_checkpoint
 
 # -1 outside of `backward`. This and the names below are private. torch 2.11 to 2.15 have them; if one is missing, the
 # import fails here and names it.
 graph_task = torch._C._current_graph_task_id
-_current_node: Callable[[], Any] = torch._C._current_autograd_node
 _sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _is_fwd_grad_enabled = torch._C._is_fwd_grad_enabled
 _is_excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
@@ -315,7 +314,7 @@ class Links:
 
     def find(self) -> tuple[Link, CallSite, bool] | None:
         """Find the forward call whose gradient is being computed, its place, and whether others share its node."""
-        node = _current_node()
+        node = current_node()
         if node is None:
             return None
         self._in_backward = True
@@ -362,7 +361,7 @@ class Links:
 
 def running_node() -> str:
     """The name of the node that autograd runs in this thread, without its number, or an empty text."""
-    node = _current_node()
+    node = current_node()
     return "" if node is None else str(node.name()).rstrip("0123456789")
 
 

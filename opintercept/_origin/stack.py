@@ -20,7 +20,7 @@ from opintercept._core import pipeline
 from opintercept._core.record import Phase
 
 _Context: type[Any] = torch._C._FunctionBase
-_current_node: Callable[[], Any] = torch._C._current_autograd_node
+current_node: Callable[[], Any] = torch._C._current_autograd_node
 OUTER_CALL = torch.nn.Module._wrapped_call_impl.__code__
 _INNER_CALL = torch.nn.Module._call_impl.__code__
 # The code that calls a custom Function's forward; None if that is in C, as in torch 2.15.
@@ -58,7 +58,7 @@ def backward_phase() -> Phase:
         in_module = in_module or code is OUTER_CALL
         frame = frame.f_back
     # A custom Function that calls modules in its backward: another library's checkpoint, or an adjoint method.
-    return "recompute" if in_module and isinstance(_current_node(), _Context) else "backward"
+    return "recompute" if in_module and isinstance(current_node(), _Context) else "backward"
 
 
 def in_checkpoint() -> bool:

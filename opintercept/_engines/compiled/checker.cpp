@@ -14,7 +14,6 @@
 #include <cfloat>
 #include <cmath>
 #include <cstring>
-#include <functional>
 #include <utility>
 
 namespace opintercept {

@@ -8,7 +8,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <array>
 #include <atomic>
 #include <cstdint>
 #include <memory>

@@ -221,9 +221,8 @@ def _is_composite(event: _Record) -> bool:
 
 def watched() -> frozenset[str]:
     """The operators that a block sees where their kernels run, while it is open."""
-    # Private. Blocks have their kernels there. Those of torch are of factories, whose parts are counted.
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return frozenset(name for name in torch._C._dispatch_get_all_op_names() if has_kernel(name, "BackendSelect"))
+    # Blocks have their kernels there. Those of torch are of factories, whose parts are counted.
+    return frozenset(overloads.registered("BackendSelect"))
 
 
 def read(events: Iterable[Any], replays: bool, watches: Container[str] = ()) -> tuple[Ran, Ran, int]:

@@ -14,7 +14,6 @@
 #include <algorithm>
 #include <cfloat>
 #include <cmath>
-#include <cstring>
 #include <exception>
 #include <utility>
 

@@ -226,8 +226,10 @@ class Judge(Both):
         if not like or like[-1].number in sweep.joined.keys() | self._accused.keys() or number in self.a.program.roots:
             return False
         after = self.a.after([like[-1].number]) & {*self.results}
+        if not after & sweep.joined.keys():
+            return False
         last = {end for end in bad if any(line_of(each) == line_of(self.a.steps[end]) for each in self.a.steps[:end])}
-        return bool(after & sweep.joined.keys()) and after <= last | sweep.joined.keys()
+        return after <= last | sweep.joined.keys()
 
     def _only_chooses(self, number: int, bad: set[int]) -> bool:
         """Whether A only chooses by a result, B by that of another operator, and the choice or what follows agrees."""
